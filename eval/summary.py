@@ -1,0 +1,72 @@
+"""Small summaries that go into a report: names, loops, pieces of text, training figures."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.prompts import Prompt
+from mtp_train.config import EvalRunConfig
+from mtp_train.loss import LossSums
+from mtp_train.metrics import read_metrics
+from mtp_train.spec_decode.stats import AcceptanceStats
+
+
+def name_of(run: EvalRunConfig, vocab: torch.Tensor | None) -> str:
+    """What a run is called in the report."""
+    heat = "greedy" if run.temperature == 0 else f"T={run.temperature:g}, {run.draft_sampling} drafts"
+    return f"K={run.num_draft_tokens}, {heat}" + ("" if vocab is None else f", draft vocabulary {len(vocab)}")
+
+
+def figures(total: LossSums, walked: AcceptanceStats) -> dict[str, Any]:
+    """Sums divided once."""
+    count = total.count.clamp(min=1)
+    return {
+        "loss": float(total.loss / count[0]), "kl": float(total.kl[0] / count[0]), "feature": float(total.feature[0] / count[0]),
+        "proxy_acceptance_at": (total.accept / count).tolist(), "top1_match_at": (total.top1 / count).tolist(),
+        "predicted_acceptance_length": walked.acceptance_length,
+    }  # fmt: skip
+
+
+def loops(token_ids: list[int], period: int = 24, repeats: int = 3) -> bool:
+    """Whether an answer ends in `repeats` copies of one piece of at most `period` tokens: loops flatter acceptance."""
+    for size in range(1, period + 1):
+        tail = token_ids[-size * repeats :]
+        if len(tail) == size * repeats and size * repeats >= 12 and tail == tail[:size] * repeats:
+            return True
+    return False
+
+
+def pieces(tokenizer: Any, token_ids: list[int]) -> list[str]:
+    """The text of each token; bytes of a character that spans tokens appear with its last one."""
+    out, done = [], ""
+    for stop in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[:stop])
+        piece = "" if text.endswith("\ufffd") else text[len(done) :]
+        done = text if piece else done
+        out.append(piece)
+    return out
+
+
+def training_curve(run_dir: Path) -> list[dict[str, Any]]:
+    """Loss and validation by step, of metrics.jsonl."""
+    steps: dict[int, dict[str, Any]] = {}
+    for line in read_metrics(run_dir / "metrics.jsonl"):
+        row = steps.setdefault(line["step"], {"step": line["step"]})
+        if "val_loss" in line:
+            row.update(val_loss=line["val_loss"], predicted_acceptance_length=line["val_predicted_acceptance_length"])
+        else:
+            row.update({key: line[key] for key in ("loss", "kl", "feature", "lr", "tokens_per_second")})
+    return [steps[step] for step in sorted(steps)]
+
+
+def evenly(prompts: Sequence[Prompt], num: int) -> list[Prompt]:
+    """`num` prompts, one of each domain in turn."""
+    by_domain: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        by_domain[prompt.domain].append(prompt)
+    return [prompt for group in zip(*by_domain.values(), strict=False) for prompt in group][:num]

@@ -1,0 +1,182 @@
+"""Checkpoints of a head: safetensors and readable json, written whole or not at all.
+
+    checkpoints/step_00000200/
+        head.safetensors       the trained tensors (and draft_vocab, where there is one); no embedding, no lm_head
+        head.json              head config, target identity, taps, convention: all that is needed to use the head
+        target_config.json     the target's own config.json: the block is built from it
+        optimizer.safetensors  moments, by parameter name
+        state.json             step, position in the data, figures of the last validation
+
+A directory without state.json (written last, then renamed with the rest) is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from mtp_train.config import HeadConfig, HeadLayout
+from mtp_train.heads.base import DraftHead
+from mtp_train.heads.table import build_head
+from mtp_train.interfaces import Tap, TargetInfo
+from mtp_train.provenance import atomic_dir
+
+CONVENTION = "row t of step k embeds token t+k+1, reads the post-norm state h_t (step 0) or its own last feature, rope position t+k, predicts token t+k+2"
+
+
+@dataclass(frozen=True)
+class HeadInfo:
+    """What a head is and which target it belongs to."""
+
+    config: HeadConfig
+    target: TargetInfo
+    taps: tuple[Tap, ...]
+    unroll_steps: int
+    seq_len: int
+    step: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": 1, "convention": CONVENTION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> HeadInfo:
+        """Raises ValueError when another convention made the head."""
+        if (data.get("format"), data.get("convention")) != (1, CONVENTION):
+            raise ValueError(f"the head follows another convention: {data.get('convention')!r} there, {CONVENTION!r} here")
+        config = HeadConfig(**{**data["config"], "layout": HeadLayout(**data["config"]["layout"])})
+        return cls(config, TargetInfo(**data["target"]), tuple(Tap(**tap) for tap in data["taps"]), data["unroll_steps"], data["seq_len"], data["step"])
+
+
+@dataclass(frozen=True)
+class LoadedHead:
+    """A head ready to draft."""
+
+    head: DraftHead
+    info: HeadInfo
+    draft_vocab: Tensor | None  # (D,) sorted ids
+
+
+def head_tensors(head: nn.Module, draft_vocab: Tensor | None) -> dict[str, Tensor]:
+    """What is saved of a head. Buffers that the config determines (rope frequencies) are not."""
+    tensors = {name: value.detach().contiguous().cpu() for name, value in head.named_parameters()}
+    return tensors if draft_vocab is None else {**tensors, "draft_vocab": draft_vocab.cpu()}
+
+
+def write_head(folder: Path, head: nn.Module, info: HeadInfo, draft_vocab: Tensor | None, target_config: dict[str, Any]) -> None:
+    """Write the three files that make a head usable."""
+    save_file(head_tensors(head, draft_vocab), folder / "head.safetensors")
+    (folder / "head.json").write_text(json.dumps(info.to_json(), indent=2) + "\n")
+    (folder / "target_config.json").write_text(json.dumps(target_config, indent=2) + "\n")
+
+
+def load_head(folder: str | Path, dtype: torch.dtype = torch.float32) -> LoadedHead:
+    """Read a head back, strictly: a missing, unknown or misshapen tensor is refused by name."""
+    folder = Path(folder)
+    if not (folder / "head.json").exists():
+        raise FileNotFoundError(f"{folder} holds no head.json: not a head of mtp-train (give a checkpoint or an export of format hf)")
+    info = HeadInfo.from_json(json.loads((folder / "head.json").read_text()))
+    config = json.loads((folder / "target_config.json").read_text())
+    head = build_head(info.config, AutoConfig.for_model(**config))
+    tensors = load_file(folder / "head.safetensors")
+    draft_vocab = tensors.pop("draft_vocab", None)
+    check_draft_vocab(draft_vocab, info.target.vocab_size)
+    load_exactly(head, tensors, str(folder / "head.safetensors"))
+    return LoadedHead(head.to(dtype).eval().requires_grad_(False), info, draft_vocab)
+
+
+def check_draft_vocab(draft_vocab: Tensor | None, vocab_size: int) -> None:
+    """Raise ValueError unless the ids are sorted, unique and inside the target's vocabulary."""
+    if draft_vocab is not None and not bool((draft_vocab.diff() > 0).all() and draft_vocab[0] >= 0 and draft_vocab[-1] < vocab_size):
+        raise ValueError(f"draft_vocab must be sorted unique ids below {vocab_size}; it spans {int(draft_vocab.min())}..{int(draft_vocab.max())}")
+
+
+def load_exactly(head: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
+    """Copy tensors into the head's parameters; names and shapes must be exactly its own."""
+    parameters = dict(head.named_parameters())
+    missing, unknown = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
+    if missing or unknown:
+        raise ValueError(f"{where}: missing tensors {missing}, unknown tensors {unknown}")
+    for name, parameter in parameters.items():
+        if tensors[name].shape != parameter.shape:
+            raise ValueError(f"{where}: {name} has shape {tuple(tensors[name].shape)}, the head needs {tuple(parameter.shape)}")
+        with torch.no_grad():
+            parameter.copy_(tensors[name])
+
+
+def optimizer_tensors(head: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimiser's state as "parameter/entry" tensors."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in head.named_parameters()}
+    return {
+        f"{names[parameter]}/{key}": torch.as_tensor(value).cpu().contiguous() for parameter, state in optimizer.state.items() for key, value in state.items()
+    }
+
+
+def load_optimizer(head: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Restore what `optimizer_tensors` gave."""
+    parameters = dict(head.named_parameters())
+    for key, value in tensors.items():
+        name, entry = key.rsplit("/", 1)
+        like = parameters[name]
+        optimizer.state[like][entry] = value if value.dim() == 0 else value.to(like.device)
+
+
+def save_checkpoint(
+    root: Path,
+    head: nn.Module,
+    info: HeadInfo,
+    draft_vocab: Tensor | None,
+    target_config: dict[str, Any],
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+) -> Path:
+    """Write a checkpoint of `info.step`; it appears under its name only when it is whole."""
+    path = root / f"step_{info.step:08d}"
+    if path.exists():
+        shutil.rmtree(path)
+    with atomic_dir(path) as folder:
+        write_head(folder, head, info, draft_vocab, target_config)
+        save_file(optimizer_tensors(head, optimizer), folder / "optimizer.safetensors")
+        (folder / "state.json").write_text(json.dumps({"step": info.step, **state}, indent=2) + "\n")
+    return path
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path for path in root.glob("step_*") if (path / "state.json").exists())
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state.json of a checkpoint."""
+    return json.loads((path / "state.json").read_text())
+
+
+def choose(root: Path, which: str) -> Path:
+    """ "last", "best" (by predicted acceptance length; the later one of equals) or a directory. Raises FileNotFoundError."""
+    if which not in ("best", "last"):
+        return Path(which)
+    found = checkpoints(root)
+    if not found:
+        raise FileNotFoundError(f"{root} holds no complete checkpoint: run mtp-train first")
+    return found[-1] if which == "last" else max(found, key=lambda path: (score(path), path))
+
+
+def score(path: Path) -> float:
+    """Predicted acceptance length at this checkpoint; 0 where none was measured."""
+    return (read_state(path).get("validation") or {}).get("predicted_acceptance_length") or 0.0
+
+
+def prune(root: Path, keep_last: int) -> None:
+    """Delete all but the newest `keep_last` and the best."""
+    found = checkpoints(root)
+    keep = {*found[-keep_last:], choose(root, "best")} if found else set()
+    for path in found:
+        if path not in keep:
+            shutil.rmtree(path)

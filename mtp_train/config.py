@@ -1,0 +1,340 @@
+"""Typed configuration. Values live in `conf/`; here are the fields, their meaning and the checks across them.
+
+Hydra composes one `Config` for every stage; each stage reads its own sections, so any override is valid for any command. Fields have no
+defaults here: a value stands once, in YAML. The string under a field is what `--help` prints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import hydra
+import omegaconf
+from omegaconf import DictConfig, OmegaConf
+
+CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+
+
+@dataclass
+class TargetConfig:
+    path: str
+    """directory or hub id of the target, in transformers layout"""
+    dtype: str
+    """auto (as saved), bfloat16, float16 or float32: what the target computes in. "fast" = bfloat16 where the CPU or GPU has it in hardware, else float32"""
+    device: str
+    """auto, cpu or cuda"""
+
+
+@dataclass
+class SourceConfig:
+    path: str
+    """.jsonl, .json or .parquet file (or a folder of them), or a `datasets` id"""
+    form: str
+    """auto, messages, sharegpt or text"""
+    domain: Optional[str]  # noqa: UP045 (omegaconf reads Optional)
+    """label of these rows in the report; null: the row's own, else the file's name"""
+    split: str
+    """split of a `datasets` id"""
+    limit: Optional[int]  # noqa: UP045
+    """read at most this many rows"""
+
+
+@dataclass
+class DataConfig:
+    train: list[SourceConfig]
+    """conversations to train on"""
+    validation: list[SourceConfig]
+    """conversations kept out of training, for the validation figures"""
+    max_length: int
+    """tokens; what is longer is cut, ids, mask and states together"""
+    turns: str
+    """all or last: which assistant turns are training targets"""
+    template_kwargs: dict[str, Any]
+    """passed to the chat template, e.g. {enable_thinking: false}"""
+
+
+@dataclass
+class RegenerateConfig:
+    enabled: bool
+    """replace the assistant turns by the target's own answers (on-policy data: the largest known lever)"""
+    max_new_tokens: int
+    """tokens of an answer at most"""
+    temperature: float
+    """0 = greedy"""
+    batch_size: int
+    """conversations decoded at once"""
+    seed: int
+    """of the sampled answers; an answer depends on it and on the row, not on the batch"""
+
+
+@dataclass
+class PrecomputeConfig:
+    steps: list[str]
+    """which of demo, corpus, rows, capture, merge, verify to run, in this order"""
+    regenerate: RegenerateConfig
+    """the target's own answers"""
+    tap_layers: list[int]
+    """residuals to store beside the teacher state: k = after k decoder layers, before any norm (0 = embeddings); [] for an MTP head"""
+    batch_tokens: int
+    """tokens of one capture pass, padding included"""
+    shard_tokens: int
+    """tokens of one shard file; a kill loses at most one unfinished shard"""
+    state_dtype: str
+    """float32, bfloat16 or float16: how states are stored"""
+    num_parts: int
+    """ranges the corpus is split into, so that many workers can share it"""
+    part: Optional[int]  # noqa: UP045
+    """the range this process writes; null: all of them, one after another"""
+    dry_run: bool
+    """print what would be written (bytes, rows, ranges) and stop"""
+
+
+@dataclass
+class DemoConfig:
+    cache_dir: str
+    """where the demo's converted target is kept between runs"""
+    num_train: int
+    """prompts to train on"""
+    num_validation: int
+    """prompts of the validation rows"""
+    num_heldout_per_domain: int
+    """prompts of each domain for the acceptance report"""
+    seed: int
+    """of the choice of prompts"""
+
+
+@dataclass
+class HeadLayout:
+    """The norm and order conventions, fixed before training and stored in the checkpoint: the engine that serves the head decides them."""
+
+    concat: str
+    """eh or he: order of embedding and hidden state in front of eh_proj"""
+    mask_position_0: bool
+    """zero the embedding at position 0 (some engine classes do)"""
+    recycled: str
+    """post or pre: which side of the final norm is the feature of the next step"""
+
+
+@dataclass
+class HeadConfig:
+    kind: str
+    """which head: mtp"""
+    layout: HeadLayout
+    """conventions shared with the engine"""
+    num_layers: int
+    """decoder layers of the head"""
+    dense_mlp: bool
+    """of a mixture-of-experts target: take a dense MLP in the head"""
+    init: str
+    """identity: eh_proj starts as [0, I] and the block as the target's family initialises it"""
+    draft_vocab_size: Optional[int]  # noqa: UP045
+    """draft only among this many most frequent answer tokens (what lies outside is never drafted, so counts as rejected); null: the whole vocabulary"""
+
+
+@dataclass
+class LossConfig:
+    feature_weight: float
+    """weight of the hidden-state match (SmoothL1) beside the logit match (KL)"""
+    step_decay: float
+    """step k of the unroll weighs step_decay ** k"""
+    chunk_mib: int
+    """MiB of one vocabulary-wide tensor; the [tokens, vocabulary] tensor never exists whole"""
+
+
+@dataclass
+class OptimConfig:
+    lr: float
+    """peak learning rate of AdamW"""
+    warmup_steps: int
+    """linear warm-up"""
+    min_lr_ratio: float
+    """the cosine ends at lr times this"""
+    weight_decay: float
+    """of matrices; norms and biases have none"""
+    betas: list[float]
+    """of AdamW: decay of the two moments"""
+    max_grad_norm: float
+    """clip the gradient norm here"""
+
+
+@dataclass
+class WandbConfig:
+    mode: str
+    """disabled, offline or online"""
+    project: str
+    """wandb project"""
+
+
+@dataclass
+class TrainConfig:
+    num_steps: int
+    """optimiser steps"""
+    unroll_steps: int
+    """drafted steps trained at once (training-time test)"""
+    seq_len: int
+    """tokens of a packed row"""
+    rows_per_batch: int
+    """packed rows of one forward pass"""
+    accumulation: int
+    """forward passes of one optimiser step"""
+    dtype: str
+    """autocast: float32, bfloat16, or "fast" (as target.dtype)"""
+    loss: LossConfig
+    """what is minimised"""
+    optim: OptimConfig
+    """how"""
+    seed: int
+    """initialisation and order of the data"""
+    log_every: int
+    """steps between log lines"""
+    validate_every: int
+    """steps between validations on held-out shards; 0: only at the end"""
+    save_every: int
+    """steps between checkpoints"""
+    keep_last: int
+    """checkpoints kept; the best one by predicted acceptance length is always kept"""
+    resume: bool
+    """go on from the newest complete checkpoint of the run directory"""
+    wandb: WandbConfig
+    """a second sink of the metrics; metrics.jsonl is always written"""
+
+
+@dataclass
+class ExportConfig:
+    formats: list[str]
+    """vllm and/or hf"""
+    checkpoint: str
+    """best, last or a checkpoint directory"""
+
+
+@dataclass
+class EvalRunConfig:
+    num_draft_tokens: int
+    """K, tokens drafted a step"""
+    temperature: float
+    """0 = greedy"""
+    draft_sampling: str
+    """greedy or probabilistic"""
+    draft_vocab_size: Optional[int]  # noqa: UP045
+    """as head.draft_vocab_size, for this measurement alone"""
+
+
+@dataclass
+class EvalConfig:
+    prompts: Optional[str]  # noqa: UP045
+    """JSONL of held-out conversations; each is answered from its last user turn"""
+    head: str
+    """an exported directory (format hf) or a checkpoint"""
+    num_prompts: Optional[int]  # noqa: UP045
+    """use at most this many, taken evenly from the domains"""
+    max_new_tokens: int
+    """budget of an answer"""
+    batch_size: int
+    """prompts decoded at once"""
+    dtype: str
+    """of the acceptance runs; float32 proves losslessness"""
+    runs: list[EvalRunConfig]
+    """what to measure; the first one is the headline"""
+    speed_prompts: int
+    """prompts timed one at a time with and without drafting; 0: no timing"""
+    speed_dtype: str
+    """of the timed runs"""
+    num_examples: int
+    """prompts shown in the report"""
+    seed: int
+    """of sampled runs"""
+
+
+@dataclass
+class Config:
+    run_dir: str
+    """where everything of this run is written: data/ shards/ checkpoints/ export/ eval/ metrics.jsonl"""
+    stages: list[str]
+    """what mtp-pipeline runs, of precompute, train, export, eval"""
+    target: TargetConfig
+    """the model that is served"""
+    data: DataConfig
+    """conversations"""
+    precompute: PrecomputeConfig
+    """from conversations to captured hidden states"""
+    demo: DemoConfig
+    """the material of `make demo`"""
+    head: HeadConfig
+    """what is trained"""
+    train: TrainConfig
+    """how it is trained"""
+    export: ExportConfig
+    """for the engine"""
+    eval: EvalConfig
+    """acceptance in decoding"""
+
+
+def one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is allowed."""
+    if value not in allowed:
+        raise ValueError(f"{field}={value!r} is not one of {', '.join(allowed)}")
+
+
+def positive(**values: float) -> None:
+    """Raise ValueError naming the first value that is not above 0. Dots are written as two underscores."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name.replace('__', '.')}={value} must be above 0")
+
+
+def check(config: Config) -> None:
+    """The checks that span fields. Raises ValueError with the values."""
+    one_of("target.dtype", config.target.dtype, ("auto", "fast", "float32", "bfloat16", "float16"))
+    one_of("target.device", config.target.device, ("auto", "cpu", "cuda"))
+    one_of("data.turns", config.data.turns, ("all", "last"))
+    one_of("precompute.state_dtype", config.precompute.state_dtype, ("float32", "bfloat16", "float16"))
+    one_of("head.kind", config.head.kind, ("mtp",))
+    one_of("head.layout.concat", config.head.layout.concat, ("eh", "he"))
+    one_of("head.layout.recycled", config.head.layout.recycled, ("post", "pre"))
+    one_of("head.init", config.head.init, ("identity",))
+    one_of("train.dtype", config.train.dtype, ("fast", "float32", "bfloat16"))
+    one_of("train.wandb.mode", config.train.wandb.mode, ("disabled", "offline", "online"))
+    for name in ("dtype", "speed_dtype"):
+        one_of(f"eval.{name}", getattr(config.eval, name), ("fast", "float32", "bfloat16", "float16"))
+    for step in config.precompute.steps:
+        one_of("precompute.steps", step, ("demo", "corpus", "rows", "capture", "merge", "verify"))
+    for stage in config.stages:
+        one_of("stages", stage, ("precompute", "train", "export", "eval"))
+    for name in config.export.formats:
+        one_of("export.formats", name, ("vllm", "hf"))
+    for run in config.eval.runs:
+        one_of("eval.runs.draft_sampling", run.draft_sampling, ("greedy", "probabilistic"))
+        positive(eval__runs__num_draft_tokens=run.num_draft_tokens)
+    for source in config.data.train + config.data.validation:
+        one_of("data.form", source.form, ("auto", "messages", "sharegpt", "text"))
+    train = config.train
+    positive(train__num_steps=train.num_steps, train__unroll_steps=train.unroll_steps, train__seq_len=train.seq_len, train__optim__lr=train.optim.lr)
+    positive(train__rows_per_batch=train.rows_per_batch, train__accumulation=train.accumulation, train__save_every=train.save_every)
+    positive(train__loss__chunk_mib=train.loss.chunk_mib, train__log_every=train.log_every, train__keep_last=train.keep_last)
+    positive(data__max_length=config.data.max_length, precompute__num_parts=config.precompute.num_parts, head__num_layers=config.head.num_layers)
+    positive(precompute__batch_tokens=config.precompute.batch_tokens, precompute__shard_tokens=config.precompute.shard_tokens)
+    positive(eval__batch_size=config.eval.batch_size, eval__max_new_tokens=config.eval.max_new_tokens)
+    if config.precompute.part is not None and not 0 <= config.precompute.part < config.precompute.num_parts:
+        raise ValueError(f"precompute.part={config.precompute.part} is not below precompute.num_parts={config.precompute.num_parts}")
+    if train.optim.warmup_steps >= train.num_steps:
+        raise ValueError(f"train.optim.warmup_steps={train.optim.warmup_steps} leaves nothing of train.num_steps={train.num_steps}")
+
+
+def load(composed: DictConfig) -> Config:
+    """The typed configuration, checked. Raises ValueError naming a wrong key or type."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), composed)
+        config = OmegaConf.to_object(merged)
+    except omegaconf.errors.OmegaConfBaseException as error:
+        raise ValueError(f"configuration: {str(error).splitlines()[0]} (at {error.full_key})") from error
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def compose(*overrides: str) -> Config:
+    """The configuration that a command line of `overrides` gives, without running anything."""
+    with hydra.initialize_config_dir(str(CONF_DIR), version_base=None):
+        return load(hydra.compose("pipeline", overrides=list(overrides)))

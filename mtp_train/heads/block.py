@@ -1,0 +1,79 @@
+"""The target's own decoder layer, built from its transformers class and config, and called with our attention.
+
+Rope scaling, qk-norm, biases, MLA, (1+w) norms and residual multipliers match the target by construction: no layer is copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from mtp_train.heads.base import Attention
+
+ATTENTION_NAME = "mtp_head"
+FULL = "full_attention"
+
+
+def _dispatch(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Attention,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface; the layer hands `attention_mask` through untouched, so it carries our Attention."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attention_mask(module.layer_idx, query, key, value, scale, softcap), None  # type: ignore[arg-type]
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _dispatch)
+
+
+def block_config(target_config: Any, num_layers: int, dense_mlp: bool) -> Any:
+    """The target's config, cut to the head's layers: full attention, and a dense or a mixture-of-experts MLP."""
+    config = copy.deepcopy(target_config)
+    config.num_hidden_layers, config.vocab_size, config.pad_token_id = num_layers, 2, None
+    if getattr(config, "layer_types", None):
+        if FULL not in config.layer_types:
+            raise ValueError(f"target {config.model_type!r} has no {FULL} layer; its kinds are {sorted(set(config.layer_types))}")
+        config.layer_types = [FULL] * num_layers
+    if getattr(config, "mlp_layer_types", None):
+        config.mlp_layer_types = ["dense" if dense_mlp else "sparse"] * num_layers
+    if hasattr(config, "first_k_dense_replace"):
+        config.first_k_dense_replace = num_layers if dense_mlp else 0
+    return config
+
+
+class Block(nn.Module):
+    """`num_layers` decoder layers of the target's kind, (B, T, H) -> (B, T, H), freshly initialised as the family does."""
+
+    def __init__(self, target_config: Any, num_layers: int, dense_mlp: bool):
+        super().__init__()
+        config = block_config(target_config, num_layers, dense_mlp)
+        decoder = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        self.layers: nn.ModuleList = decoder.layers
+        self.rotary = decoder.rotary_emb
+        self.rotary_args = (FULL,) if "layer_type" in inspect.signature(type(self.rotary).forward).parameters else ()
+        decoder.config._attn_implementation = ATTENTION_NAME  # the layers hold this same config
+        self.norm_class, self.norm_eps = type(decoder.norm), decoder.config.rms_norm_eps
+
+    def forward(self, hidden_states: Tensor, position_ids: Tensor, attention: Attention) -> Tensor:
+        """Run the layers at `position_ids` (B, T)."""
+        rotation = self.rotary(hidden_states, position_ids, *self.rotary_args)
+        for layer in self.layers:
+            out = layer(hidden_states, attention_mask=attention, position_ids=position_ids, position_embeddings=rotation)
+            hidden_states = out[0] if isinstance(out, tuple) else out
+        return hidden_states
+
+    def make_norm(self, size: int) -> nn.Module:
+        """An RMSNorm of the target's own class (gain w or 1+w), with the target's eps, as an identity gain."""
+        return self.norm_class(size, eps=self.norm_eps)

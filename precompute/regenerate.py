@@ -1,0 +1,161 @@
+"""On-policy data: replace the assistant turns of a corpus by the target's own answers, with the embedded engine.
+
+Answers are kept as the very ids the target produced, never re-tokenised. They go to a journal, one line an answer, so that a killed run
+goes on at the answer where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from mtp_train.config import RegenerateConfig
+from mtp_train.data.chat import prompt_ids
+from mtp_train.data.corpus import BadRow
+from mtp_train.interfaces import Conversation, Reject, TokenRow
+from mtp_train.spec_decode.engine import Engine, Request
+
+log = logging.getLogger(__name__)
+
+MIN_ANSWER = 8  # tokens; a turn with less room is not asked for
+BLOCK = 4096  # conversations held in memory
+
+
+@dataclass
+class _Dialog:
+    """A conversation while its answers are made."""
+
+    source: Conversation
+    history: list[dict[str, Any]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    cursor: int = 0  # messages of the source already used
+    reject: Reject | None = None
+
+    def ask(self) -> bool:
+        """Move on to the next question; False at the end. Assistant turns of the source are skipped: the target answers itself."""
+        messages = self.source.messages
+        while self.cursor < len(messages) and messages[self.cursor]["role"] in ("assistant", "system", "user"):
+            message = messages[self.cursor]
+            if message.get("tool_calls"):
+                break
+            self.cursor += 1
+            if message["role"] != "assistant":
+                self.history.append(message)
+            if message["role"] == "user":
+                return True
+        return False
+
+
+class Journal:
+    """Answers already made, by conversation and turn; its first line says for which inputs they were made."""
+
+    def __init__(self, path: Path, fingerprint: str):
+        self.path, self.answers = path, {}
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        whole = [line for line in lines if line.endswith(b"\n")]
+        if whole and json.loads(whole[0]).get("fingerprint") == fingerprint:
+            for line in whole[1:]:
+                entry = json.loads(line)
+                self.answers[entry["id"], entry["turn"]] = entry
+        else:
+            whole = [json.dumps({"fingerprint": fingerprint}).encode() + b"\n"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"".join(whole))
+        self.file = path.open("a")
+
+    def add(self, id: str, turn: int, ids: list[int], finish: str) -> None:
+        """Keep an answer."""
+        entry = {"id": id, "turn": turn, "ids": ids, "finish": finish}
+        self.answers[id, turn] = entry
+        self.file.write(json.dumps(entry) + "\n")
+        self.file.flush()
+
+
+def seed_of(seed: int, id: str, turn: int) -> int:
+    """A request's own seed: it depends on the row, not on its neighbours in the batch."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{id}:{turn}".encode()).digest()[:7], "big")
+
+
+class Regenerator:
+    """Turns conversations into token rows whose answers are the target's own."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, stops: frozenset[int], options: RegenerateConfig, max_length: int, template_kwargs: dict[str, Any]):
+        self.engine, self.tokenizer, self.stops, self.options = engine, tokenizer, stops, options
+        self.max_length, self.template_kwargs = max_length, template_kwargs
+
+    def rows(self, conversations: Iterable[Conversation], journal: Journal, total: int) -> Iterator[TokenRow | Reject]:
+        """Answer every conversation; rows come in their order."""
+        block: list[_Dialog] = []
+        with tqdm(total=total, unit="row", desc="regenerate", mininterval=5, dynamic_ncols=True) as bar:
+            for conversation in conversations:
+                block.append(_Dialog(conversation))
+                if len(block) == BLOCK:
+                    yield from self._block(block, journal, bar)
+                    block = []
+            yield from self._block(block, journal, bar)
+
+    def _block(self, dialogs: list[_Dialog], journal: Journal, bar: Any) -> Iterator[TokenRow | Reject]:
+        going, turn = dialogs, 0
+        while going:
+            prompts = {dialog.source.id: prompt for dialog in going if (prompt := self._prompt(dialog)) is not None}
+            self._answer(prompts, turn, journal, bar)
+            going = [
+                dialog
+                for dialog in going
+                if dialog.source.id in prompts and self._take(dialog, prompts[dialog.source.id], journal.answers[dialog.source.id, turn])
+            ]
+            turn += 1
+        bar.update(len(dialogs))
+        for dialog in dialogs:
+            yield dialog.reject or TokenRow(dialog.source.id, dialog.source.domain, dialog.ids, dialog.mask)
+
+    def _prompt(self, dialog: _Dialog) -> list[int] | None:
+        """The ids of the next question, or None when the dialog ends here (a dialog without any answer is rejected)."""
+        try:
+            if dialog.source.text is not None:
+                raise BadRow("plain text cannot be regenerated")
+            if not dialog.ask():
+                raise BadRow("no question that can be regenerated")
+            prompt = prompt_ids(dialog.history, self.tokenizer, self.template_kwargs)
+            if len(prompt) + MIN_ANSWER > self.max_length:
+                raise BadRow("the prompt leaves no room within max_length", f"{len(prompt)} tokens, max_length {self.max_length}")
+            if prompt[: len(dialog.ids)] != dialog.ids:
+                raise BadRow("the template rewrites earlier turns")
+            return prompt
+        except BadRow as bad:
+            if not dialog.ids:
+                dialog.reject = Reject(dialog.source.where, bad.reason, bad.detail)
+            return None
+
+    def _answer(self, prompts: dict[str, list[int]], turn: int, journal: Journal, bar: Any) -> None:
+        """Make the answers that the journal does not have."""
+        options = self.options
+        requests = [
+            Request(id, prompt, min(options.max_new_tokens, self.max_length - len(prompt)), self.stops, options.temperature, seed_of(options.seed, id, turn))
+            for id, prompt in prompts.items()
+            if (id, turn) not in journal.answers
+        ]
+        if not requests:
+            return
+        tokens, done = 0, 0
+        for completion in self.engine.generate(requests):
+            journal.add(completion.id, turn, completion.token_ids, completion.finish)
+            tokens, done = tokens + len(completion.token_ids), done + 1
+            bar.set_postfix_str(f"turn {turn + 1}: {done}/{len(requests)} answers, {tokens} tokens")
+
+    def _take(self, dialog: _Dialog, prompt: list[int], answer: dict[str, Any]) -> bool:
+        """Append an answer; True when the dialog may go on (an answer cut by the budget ends it)."""
+        ids = answer["ids"]
+        dialog.mask += [False] * (len(prompt) - len(dialog.ids)) + [True] * len(ids)
+        dialog.ids = prompt + ids
+        kept = ids[:-1] if answer["finish"] == "stop" else ids
+        dialog.history.append({"role": "assistant", "content": self.tokenizer.decode(kept, skip_special_tokens=True)})
+        return answer["finish"] == "stop"

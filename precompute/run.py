@@ -1,0 +1,284 @@
+"""From conversations to captured hidden states: corpus, rows, capture, merge, verify.
+
+    corpus   read the sources, check every conversation, count what is rejected      -> data/<split>.conversations.jsonl
+    rows     the target's own answers (regenerate.enabled) or the corpus' ones       -> data/<split>.rows-<part>.jsonl
+    capture  run the target over the rows and store its hidden states                -> shards/<split>/part-*.safetensors
+    merge    make the one manifest when every part is complete; verify re-hashes it
+
+<split> is train and validation. Every step leaves what is complete alone and goes on where a killed run was. With num_parts > 1 many
+workers (part=0, part=1, ...) share the rows and capture steps.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from transformers import AutoTokenizer, GenerationConfig
+
+from mtp_train import cli
+from mtp_train import config as cfg
+from mtp_train.data import manifest, shards
+from mtp_train.data.chat import Tally, check_template, prompt_ids, stop_ids, tokenize
+from mtp_train.data.corpus import BadRow, read_corpus
+from mtp_train.dist import pick_device, pick_dtype
+from mtp_train.interfaces import Conversation, Reject, Tap, TokenRow
+from mtp_train.provenance import atomic_path, atomic_write, fingerprint, write_provenance
+from mtp_train.spec_decode.drafters import NoDrafter
+from mtp_train.spec_decode.engine import Engine
+from mtp_train.target.ends import local_dir
+from mtp_train.target.hf import Target
+from mtp_train.target.identity import target_info
+from precompute.demo import prepare
+from precompute.engine_hf import capture, engine_info
+from precompute.plan import check_disk, split, state_bytes
+from precompute.regenerate import Journal, Regenerator
+
+log = logging.getLogger(__name__)
+SPLITS = ("train", "validation")
+
+
+class Precompute:
+    """The steps, on one configuration."""
+
+    def __init__(self, config: cfg.Config):
+        self.config, self.options = config, config.precompute
+        self.run_dir = Path(config.run_dir)
+        self.parts = range(self.options.num_parts) if self.options.part is None else [self.options.part]
+        self._target: Target | None = None
+
+    # ------------------------------------------------------------ what everything depends on
+
+    def open_target(self) -> None:
+        """Identity and tokenizer of the target (its weights are loaded when first needed)."""
+        self.info = target_info(self.config.target.path)
+        folder = local_dir(self.config.target.path)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").exists() else None
+        self.stops = stop_ids(self.tokenizer, generation)
+        self.taps = (*(Tap(layer, "pre") for layer in self.options.tap_layers), Tap(self.info.num_layers, "post"))
+
+    @property
+    def target(self) -> Target:
+        """The loaded target."""
+        if self._target is None:
+            device = pick_device(self.config.target.device)
+            dtype = self.config.target.dtype if self.config.target.dtype == "auto" else pick_dtype(self.config.target.dtype, device)
+            self._target = Target.load(local_dir(self.config.target.path), dtype, 1, 1, self.taps, device)
+            log.info("target %s: %s on %s", self.config.target.path, engine_info(self._target)["dtype"], device)
+        return self._target
+
+    def sources(self, which: str) -> list[cfg.SourceConfig]:
+        return getattr(self.config.data, which)
+
+    def splits(self) -> list[str]:
+        """The splits that have sources. Raises ValueError when there is nothing to train on."""
+        if not self.sources("train"):
+            raise ValueError("data.train is empty: give sources, e.g. 'data.train=[{path: my.jsonl, form: auto, domain: null, split: train, limit: null}]'")
+        return [which for which in SPLITS if self.sources(which)]
+
+    def corpus_fingerprint(self, which: str) -> str:
+        """Changes with the content of the sources and with every setting that changes a row's ids."""
+        meta = json.loads((self.run_dir / "data" / f"{which}.corpus.json").read_text())
+        data = self.config.data
+        settings = [meta["conversations"], self.info.tokenizer_hash, self.info.chat_template_hash, data.max_length, data.turns, data.template_kwargs]
+        regenerate = asdict(self.options.regenerate)
+        regenerate.pop("batch_size")  # an answer does not depend on its neighbours
+        return fingerprint([*settings, self.info.weights_hash, regenerate] if regenerate.pop("enabled") else settings)
+
+    # ------------------------------------------------------------ corpus
+
+    def corpus(self, which: str) -> None:
+        """Read and check the sources; the counts of rejects go beside the conversations."""
+        tally, kept = Tally(), []
+        for source in self.sources(which):
+            need_answer = not self.options.regenerate.enabled
+            for item in read_corpus(source.path, form=source.form, domain=source.domain, split=source.split, limit=source.limit, need_answer=need_answer):
+                if isinstance(item, Reject):
+                    tally.reject(item)
+                else:
+                    tally.keep()
+                    kept.append(json.dumps(asdict(item), ensure_ascii=False))
+        self.report(f"{which} corpus", tally)
+        text = "".join(line + "\n" for line in kept)
+        atomic_write(self.run_dir / "data" / f"{which}.conversations.jsonl", text.encode("utf-8", "surrogatepass"))
+        atomic_write(self.run_dir / "data" / f"{which}.corpus.json", json.dumps({"conversations": fingerprint(kept), **tally.summary()}, indent=2))
+
+    def conversations(self, which: str) -> list[Conversation]:
+        path = self.run_dir / "data" / f"{which}.conversations.jsonl"
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is not there: run the corpus step first")
+        lines = path.read_bytes().decode("utf-8", "surrogatepass").split("\n")
+        return [Conversation(**{**(raw := json.loads(line)), "messages": tuple(raw["messages"])}) for line in lines if line]
+
+    def report(self, what: str, tally: Tally) -> None:
+        """Say what was rejected, and stop when nothing is left."""
+        log.info("%s: %d rows in, %d out%s", what, tally.rows_in, tally.rows_out, "".join(f", {count} x {reason}" for reason, count in tally.rejects.items()))
+        for example in tally.summary()["examples"]:
+            log.info("  rejected %s", example)
+        tally.check(what)
+
+    # ------------------------------------------------------------ rows
+
+    def rows_path(self, which: str, part: int) -> Path:
+        return self.run_dir / "data" / f"{which}.rows-{part:05d}-of-{self.options.num_parts:05d}.jsonl"
+
+    def rows(self, which: str, part: int) -> None:
+        """Token rows of one part, regenerated or as the corpus has them."""
+        path, mark = self.rows_path(which, part), self.corpus_fingerprint(which)
+        if path.exists() and json.loads(path.open().readline())["fingerprint"] == mark:
+            log.info("%s is complete", path.name)
+            return
+        conversations = self.conversations(which)
+        share = split([1] * len(conversations), self.options.num_parts)[part]
+        mine, tally = conversations[share.start : share.stop], Tally()
+        produced = list(tally.rows(self.produce(mine, path.with_suffix(".journal"), mark)))
+        if mine:
+            self.report(f"{which} rows, part {part}", tally)
+        with atomic_path(path) as temporary:
+            lines = [{"fingerprint": mark, **tally.summary()}, *map(asdict, produced)]
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def produce(self, conversations: list[Conversation], journal: Path, mark: str) -> Iterator[TokenRow | Reject]:
+        data, options = self.config.data, self.options.regenerate
+        check_template(self.tokenizer) if options.enabled or any(one.text is None for one in conversations) else None
+        if not options.enabled:
+            for one in conversations:
+                yield tokenize(one, self.tokenizer, max_length=data.max_length, turns=data.turns, template_kwargs=data.template_kwargs)
+            return
+        self.target.resize(min(options.batch_size, max(1, len(conversations))), data.max_length + 1)
+        engine = Engine(self.target, NoDrafter(self.info.vocab_size))
+        regenerator = Regenerator(engine, self.tokenizer, self.stops, options, data.max_length, data.template_kwargs)
+        yield from regenerator.rows(conversations, Journal(journal, mark), len(conversations))
+
+    def read_rows(self, which: str, part: int) -> list[TokenRow]:
+        path = self.rows_path(which, part)
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is not there: run the rows step first")
+        with path.open() as file:
+            made_for = json.loads(file.readline())["fingerprint"]
+            if made_for != self.corpus_fingerprint(which):
+                raise ValueError(
+                    f"{path} was made from another corpus or with other settings "
+                    f"({made_for[:12]} there, {self.corpus_fingerprint(which)[:12]} here): run the rows step again"
+                )
+            return [TokenRow(**json.loads(line)) for line in file]
+
+    # ------------------------------------------------------------ capture, merge, verify
+
+    def shards_dir(self, which: str) -> Path:
+        return self.run_dir / "shards" / which
+
+    def capture(self, which: str, part: int) -> None:
+        """States of one part's rows. What is stored already is left alone."""
+        rows = self.read_rows(which, part)
+        folder = self.shards_dir(which)
+        index = folder / f"{manifest.part_name(part, self.options.num_parts)}.json"
+        mark = self.corpus_fingerprint(which)
+        if (
+            index.exists()
+            and (known := manifest.Manifest.read(index)).complete
+            and known.header.corpus_fingerprint == mark
+            and {row.id for row in rows} == shards.stored_ids(folder, part)
+        ):
+            known.target.check(self.info, str(folder))
+            log.info("%s of %s is complete", index.stem, which)
+            return
+        header = manifest.Header(self.info, self.taps, engine_info(self.target), mark, self.options.state_dtype)
+        writer = shards.ShardWriter(folder, header, self.options.shard_tokens, part, self.options.num_parts)
+        left = [row for row in rows if row.id not in writer.stored]
+        needed = self.predict(which, len(left), sum(len(row.input_ids) for row in left))
+        check_disk(folder, needed)
+        for sample in capture(self.target, left, self.options.batch_tokens):
+            writer.add(sample)
+        writer.finish()
+
+    def predict(self, which: str, num_rows: int, num_tokens: int) -> int:
+        """Say how much will be written; returns bytes."""
+        needed = state_bytes(num_tokens, len(self.taps), self.info.hidden_size, self.options.state_dtype)
+        log.info(
+            "%s: %d rows, %d tokens x %d taps x %d x %s = %.3f GiB to write",
+            which,
+            num_rows,
+            num_tokens,
+            len(self.taps),
+            self.info.hidden_size,
+            self.options.state_dtype,
+            needed / 2**30,
+        )
+        return needed
+
+    def dry_run(self) -> None:
+        """What would be written, at most, if every answer used its whole budget."""
+        for which in self.splits():
+            self.corpus(which)
+            conversations, data = self.conversations(which), self.config.data
+            sizes = [min(data.max_length, self._longest(one)) for one in conversations]
+            needed = self.predict(which, len(sizes), sum(sizes))
+            for share in split(sizes, self.options.num_parts):
+                log.info("  part %d of %d: rows %d to %d", share.part, share.num_parts, share.start, share.stop)
+            check_disk(self.shards_dir(which), needed)
+
+    def _longest(self, conversation: Conversation) -> int:
+        regenerate = self.options.regenerate
+        if not regenerate.enabled:
+            row = tokenize(
+                conversation,
+                self.tokenizer,
+                max_length=self.config.data.max_length,
+                turns=self.config.data.turns,
+                template_kwargs=self.config.data.template_kwargs,
+            )
+            return len(row.input_ids) if isinstance(row, TokenRow) else 0
+        try:
+            questions = [message for message in conversation.messages if message["role"] != "assistant"]
+            asked = sum(message["role"] == "user" for message in questions)
+            return sum(len(prompt_ids([one], self.tokenizer, self.config.data.template_kwargs)) for one in questions) + asked * regenerate.max_new_tokens
+        except BadRow:
+            return 0
+
+    def run(self) -> None:
+        """The configured steps, in order."""
+        steps = self.options.steps
+        if "demo" in steps:
+            prepare(self.config.demo, self.run_dir / "data")
+        splits = self.splits()
+        self.open_target()
+        if self.options.dry_run:
+            self.dry_run()
+            return
+        for which in splits:
+            if "corpus" in steps:
+                self.corpus(which)
+            for part in self.parts:
+                if "rows" in steps:
+                    self.rows(which, part)
+                if "capture" in steps:
+                    self.capture(which, part)
+            if "merge" in steps and self.options.part is None:
+                merged = shards.merge(self.shards_dir(which))
+                log.info(
+                    "%s: %d samples, %d tokens, %d supervised",
+                    which,
+                    *(sum(getattr(one, name) for one in merged.shards) for name in ("samples", "tokens", "supervised_tokens")),
+                )
+            if "verify" in steps and self.options.part is None:
+                shards.verify(self.shards_dir(which))
+        write_provenance(self.run_dir / "shards", asdict(self.config))
+
+
+def stage(config: cfg.Config) -> None:
+    """The command mtp-precompute."""
+    Precompute(config).run()
+
+
+def main() -> None:
+    """Console script mtp-precompute."""
+    cli.main(__doc__, stage)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Shared material: a tiny saved target and a small corpus."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from tests.tiny import save_tiny, tiny_target
+
+WORDS = ["red", "blue", "cat", "dog", "runs", "sleeps", "fast", "slow", "tree", "house"]
+
+
+def write_conversations(path, num, seed=0, domain="toy", answers=True):
+    """A JSONL of short conversations of one or two turns."""
+    rng = random.Random(seed)
+    rows = []
+    for index in range(num):
+        messages = []
+        for _ in range(rng.choice([1, 1, 2])):
+            messages.append({"role": "user", "content": " ".join(rng.choices(WORDS, k=rng.randint(1, 4)))})
+            messages.append({"role": "assistant", "content": " ".join(rng.choices(WORDS, k=rng.randint(2, 6)))})
+        rows.append({"id": f"{domain}{index}", "domain": domain, "messages": messages if answers else messages[:-1]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def target_dir(tmp_path_factory):
+    """A saved tiny Llama with a toy ChatML tokenizer."""
+    return save_tiny(tiny_target("llama"), tmp_path_factory.mktemp("target") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """train.jsonl, validation.jsonl and heldout.jsonl."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_conversations(folder / "train.jsonl", 24, seed=1)
+    write_conversations(folder / "validation.jsonl", 6, seed=2)
+    both = [write_conversations(folder / f"{name}.part", 4, seed=3 + index, domain=name, answers=False) for index, name in enumerate(("sun", "moon"))]
+    (folder / "heldout.jsonl").write_text("".join(part.read_text() for part in both))
+    return folder
+
+
+def source(path):
+    """A source as an override's value."""
+    return f'{{path: "{path}", form: auto, domain: null, split: train, limit: null}}'
+
+
+@pytest.fixture
+def overrides(target_dir, corpus, tmp_path):
+    """The command line of a tiny run."""
+    return [
+        "experiment=tiny", f'run_dir="{tmp_path / "run"}"', f'target.path="{target_dir}"',
+        f"data.train=[{source(corpus / 'train.jsonl')}]", f"data.validation=[{source(corpus / 'validation.jsonl')}]",
+        f'eval.prompts="{corpus / "heldout.jsonl"}"',
+    ]  # fmt: skip

@@ -1,0 +1,40 @@
+"""Every configuration composes and loads, and what conf/ holds and config.py declares is the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtp_train.cli import describe, field_help, help_text
+from mtp_train.config import CONF_DIR, Config, HeadConfig, compose
+
+EXPERIMENTS = [path.stem for path in sorted((CONF_DIR / "experiment").glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_loads(name):
+    config = compose(f"experiment={name}", *([] if name == "demo" else ["target.path=somewhere"]))
+    assert config.train.num_steps > 0
+
+
+@pytest.mark.parametrize("group", ["target", "data", "head"])
+def test_every_group_option_loads(group):
+    for path in sorted((CONF_DIR / group).glob("*.yaml")):
+        assert isinstance(compose("target.path=somewhere", f"{group}={path.stem}", "target.path=somewhere"), Config)
+
+
+def test_every_field_says_what_it_means():
+    lines = [line for line in describe(Config) if line.strip()]
+    silent = [line for line in lines if len(line.split()) < 3]
+    assert not silent
+    assert set(field_help(HeadConfig)) == set(HeadConfig.__dataclass_fields__)
+
+
+def test_help_names_the_stage_its_groups_and_fields():
+    text = help_text("mtp-train", "Train a head.")
+    for part in ("mtp-train", "Train a head.", "train.optim.lr", "experiment", "demo", "eval.runs[].num_draft_tokens"):
+        assert part in text
+
+
+def test_config_dir_does_not_depend_on_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert compose("experiment=tiny", "target.path=somewhere").train.num_steps == 12

@@ -1,0 +1,179 @@
+"""The whole flow on a tiny target: what each stage leaves, that a second run redoes nothing, and that bad input is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval.run import stage as evaluate
+from mtp_train.checkpoint import checkpoints, load_head
+from mtp_train.config import compose
+from mtp_train.data.shards import ShardReader
+from mtp_train.export import export
+from mtp_train.target.ends import FrozenEnds
+from mtp_train.train import stage as train
+from precompute.run import stage as precompute
+from tests.conftest import source
+
+ROOT = Path(__file__).parent.parent
+
+
+def stamps(folder):
+    """Every file with its modification time."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name not in ("provenance.json", "config.yaml")}
+
+
+def test_every_stage_and_a_second_run_that_redoes_nothing(overrides, target_dir, tmp_path):
+    config = compose(*overrides)
+    before = (target_dir / "model.safetensors").read_bytes()
+    for stage in (precompute, train, export, evaluate):
+        stage(config)
+    run = tmp_path / "run"
+    reader = ShardReader(run / "shards" / "train")
+    assert len(reader) == 24
+    # The stored teacher states give the target's own next token on every supervised position of greedy answers.
+    ends = FrozenEnds.from_pretrained(target_dir, torch.float32)
+    for index in range(len(reader)):
+        sample = reader[index]
+        predicted = ends.logits(sample.hidden_states[:-1, -1]).argmax(-1)
+        marked = sample.loss_mask[1:]
+        assert torch.equal(predicted[marked], sample.input_ids[1:][marked])
+    assert [path.name for path in checkpoints(run / "checkpoints")] == ["step_00000006", "step_00000012"]
+    report = json.loads((run / "eval" / "report.json").read_text())
+    overall = report["runs"][0]["overall"]
+    assert overall["num_prompts"] == 8
+    assert set(report["runs"][0]["domains"]) == {"sun", "moon"}
+    assert report["lossless"]["num_equal"] == 8
+    assert overall["counters"]["num_drafts"] > 0
+    for name in ("report.md", "report.html"):
+        assert (run / "eval" / name).stat().st_size > 2000
+    assert (target_dir / "model.safetensors").read_bytes() == before
+    first = stamps(run)
+    for stage in (precompute, train, export, evaluate):
+        stage(config)
+    changed = [path for path, stamp in stamps(run).items() if first.get(path) != stamp]
+    assert not [path for path in changed if path.suffix in (".safetensors", ".html")], changed
+
+
+def test_exported_head_equals_the_trained_one_in_both_formats(overrides, tmp_path):
+    config = compose(*overrides)
+    precompute(config)
+    train(config)
+    export(config)
+    run = tmp_path / "run"
+    trained = load_head(checkpoints(run / "checkpoints")[-1]).head.state_dict()
+    again = load_head(run / "export" / "hf").head.state_dict()
+    if json.loads((run / "export" / "hf" / "head.json").read_text())["step"] == 12:
+        assert all(torch.equal(trained[name], again[name]) for name in trained)
+    engine = json.loads((run / "export" / "vllm" / "config.json").read_text())
+    assert engine["model_type"] == "deepseek_v3"
+    assert engine["num_hidden_layers"] == 1
+    assert engine["moe_intermediate_size"] == 128
+
+
+@pytest.mark.slow
+def test_pipeline_as_a_user_runs_it(overrides, tmp_path):
+    """Each stage as a process of its own, with a path that holds a space, a comma and an equals sign."""
+    odd = tmp_path / "my run, no=1"
+    arguments = [one for one in overrides if not one.startswith("run_dir")] + [f'run_dir="{odd}"']
+    done = subprocess.run([sys.executable, "-m", "mtp_train.pipeline", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (odd / "eval" / "report.html").exists()
+    assert "acceptance" in (odd / "eval" / "report.md").read_text().lower()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("train.num_steps=many", "train.num_steps"),
+        ("head.kind=eagle9", "eagle9"),
+        ("train.optim.warmup_steps=12", "train.optim.warmup_steps=12"),
+        ("precompute.num_parts=0", "precompute.num_parts=0"),
+        ("+train.speed=3", "speed"),
+        ("target.path=/nowhere/at/all", "/nowhere/at/all"),
+        ("data.train=[]", "data.train is empty"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(overrides, extra, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        precompute(compose(*overrides, extra))
+
+
+def test_an_unknown_override_is_one_clear_line_on_the_command_line(overrides, tmp_path):
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "mtp_train.export", *overrides, "train.lr=1"], cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert done.returncode != 0
+    assert "lr" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir()), "a refused command writes nothing"
+
+
+BAD_FILES = {
+    "empty": ("", "the source is empty"),
+    "broken line": ('{"messages": [\n', "broken JSON line"),
+    "unknown role": ('{"messages": [{"role": "wizard", "content": "x"}]}\n', "unknown role"),
+    "no text": ('{"colour": "red"}\n', "no messages, conversations or text"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_bad_input_stops_with_the_reason(overrides, tmp_path, kind):
+    text, reason = BAD_FILES[kind]
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=reason):
+        precompute(compose(*overrides, f"data.train=[{source(path)}]"))
+
+
+def test_one_bad_row_is_counted_and_named_and_the_rest_is_used(overrides, corpus, tmp_path):
+    rows = (corpus / "train.jsonl").read_text().splitlines()
+    rows[7] = '{"messages": []}'
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("\n".join(rows) + "\n")
+    precompute(compose(*overrides, f"data.train=[{source(path)}]", "precompute.regenerate.enabled=false"))
+    counts = json.loads((tmp_path / "run" / "data" / "train.corpus.json").read_text())
+    assert (counts["rows_in"], counts["rows_out"], counts["rejects"]) == (24, 23, {"empty conversation": 1})
+    assert counts["examples"][0].startswith("mixed.jsonl:8")
+    assert len(ShardReader(tmp_path / "run" / "shards" / "train")) == 23
+
+
+def test_shards_of_another_target_are_refused(overrides, tmp_path):
+    from tests.tiny import save_tiny, tiny_target
+
+    config = compose(*overrides)
+    precompute(config)
+    other = save_tiny(tiny_target("llama", seed=9), tmp_path / "other")
+    with pytest.raises(ValueError, match="another target"):
+        train(compose(*overrides, f'target.path="{other}"'))
+
+
+def test_parts_share_a_corpus_and_merge_to_the_same_rows(overrides, tmp_path):
+    whole = compose(*overrides)
+    precompute(whole)
+    split = [*overrides, f'run_dir="{tmp_path / "split"}"', "precompute.num_parts=3"]
+    for part in (2, 0, 1):
+        precompute(compose(*split, f"precompute.part={part}"))
+    with pytest.raises((ValueError, FileNotFoundError), match="manifest"):
+        ShardReader(tmp_path / "split" / "shards" / "train")
+    precompute(compose(*split, "precompute.steps=[merge,verify]"))
+    a, b = ShardReader(tmp_path / "run" / "shards" / "train"), ShardReader(tmp_path / "split" / "shards" / "train")
+    rows = {sample.id: sample for sample in (b[index] for index in range(len(b)))}
+    assert len(a) == len(b) == 24
+    for sample in (a[index] for index in range(len(a))):
+        assert torch.equal(sample.input_ids, rows[sample.id].input_ids)
+        torch.testing.assert_close(sample.hidden_states, rows[sample.id].hidden_states, rtol=0, atol=1e-4)
+
+
+def test_changed_settings_do_not_reuse_old_rows(overrides, tmp_path):
+    precompute(compose(*overrides))
+    rows = next((tmp_path / "run" / "data").glob("train.rows-*"))
+    before = rows.read_text()
+    with pytest.raises(ValueError, match="corpus_fingerprint"):
+        precompute(compose(*overrides, "precompute.regenerate.max_new_tokens=12"))
+    assert rows.read_text() != before
