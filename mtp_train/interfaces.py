@@ -102,9 +102,9 @@ class TargetInfo:
     chat_template_hash: str
 
     def check(self, other: TargetInfo, what: str) -> None:
-        """Raise ValueError naming every differing field with both values (the name, a path, may differ)."""
+        """Raise ValueError naming every differing field with both values (the name and revision say only where it lies)."""
         mine, theirs = asdict(self), asdict(other)
-        different = [f"{key}: {mine[key]!r} there, {theirs[key]!r} here" for key in mine if key != "name" and mine[key] != theirs[key]]
+        different = [f"{key}: {mine[key]!r} there, {theirs[key]!r} here" for key in mine if key not in ("name", "revision") and mine[key] != theirs[key]]
         if different:
             raise ValueError(f"{what} was made for another target ({self.name}); " + "; ".join(different))
 

@@ -55,7 +55,8 @@ class Metrics:
 
     def step(self, step: int, sums: LossSums, lr: float, grad_norm: float, tokens: int, seconds: float) -> None:
         """Take in one optimiser step."""
-        self.total = sums if self.total is None else self.total + sums
+        same = self.total is not None and self.total.count.shape == sums.count.shape  # else the number of unrolled steps changed
+        self.total = self.total + sums if self.total is not None and same else sums
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
         self.bar.update()
         if step % self.options.log_every and step != self.options.num_steps:

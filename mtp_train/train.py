@@ -75,11 +75,12 @@ def train(config: cfg.Config) -> Path:
 
         # Forward and backward: every micro-batch is divided by the supervised tokens of the whole step.
         parts = [next(batches) for _ in range(options.accumulation)]
+        num_unrolled = 1 if setup.step < options.unroll_from_step else options.unroll_steps
         num_supervised = sum(int((part.loss_mask & (part.position_ids >= 2)).sum()) for part in parts)
         total: LossSums | None = None
         for part in parts:
             with accelerator.autocast():
-                readouts = unroll(head, setup.ends, part, options.unroll_steps)
+                readouts = unroll(head, setup.ends, part, num_unrolled)
                 sums, _ = draft_loss(setup.ends, supervised(readouts, part), options.loss, setup.draft_vocab)
             accelerator.backward(sums.loss / max(1, num_supervised))
             total = sums.detached() if total is None else total + sums.detached()

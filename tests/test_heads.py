@@ -25,6 +25,7 @@ def head_config(concat="eh", mask_position_0=False, recycled="post", num_layers=
 
 def noisy_head(model, ends, config, seed=0):
     """A head whose every parameter matters: random, norms away from 1."""
+    torch.manual_seed(seed)
     head = build_head(config, model.config, ends.norm_weight)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -153,9 +153,9 @@ class FrozenEnds(nn.Module):
 
 
 def _project(hidden_states: Tensor, weight: Tensor) -> Tensor:
-    """(…, H) x (V, H) -> (…, V). A few rows against a wide matrix run up to 3 times faster on CPU with the operands swapped."""
+    """(…, H) x (V, H) -> (…, V). A few rows against a wide matrix run up to 3 times faster on CPU in float32 with the operands swapped."""
     rows = hidden_states.shape[:-1].numel()
-    if 1 < rows <= SWAP_ROWS and hidden_states.device.type == "cpu":
+    if 1 < rows <= SWAP_ROWS and weight.dtype == torch.float32 and weight.device.type == "cpu":
         return (weight @ hidden_states.reshape(rows, -1).t()).t().contiguous().view(*hidden_states.shape[:-1], -1)
     return F.linear(hidden_states, weight)
 

@@ -1,0 +1,159 @@
+"""Training: golden losses, exact resume, accumulation, packing, and what stays frozen."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtp_train.checkpoint import checkpoints, choose, load_head
+from mtp_train.config import compose
+from mtp_train.data.dataset import collate
+from mtp_train.data.shards import ShardReader
+from mtp_train.heads.base import supervised, unroll
+from mtp_train.loss import draft_loss
+from mtp_train.metrics import read_metrics
+from mtp_train.spec_decode.predict import walk
+from mtp_train.spec_decode.stats import AcceptanceStats
+from mtp_train.target.ends import FrozenEnds
+from mtp_train.train import train
+from precompute.run import stage as precompute
+from tests.conftest import source
+
+GOLDEN = Path(__file__).parent / "golden" / "losses.json"
+
+
+@pytest.fixture(scope="module")
+def captured(target_dir, corpus, tmp_path_factory):
+    """A run directory with shards, and the overrides that train in it."""
+    run = tmp_path_factory.mktemp("captured")
+    overrides = [
+        "experiment=tiny", f'target.path="{target_dir}"', f"data.train=[{source(corpus / 'train.jsonl')}]",
+        f"data.validation=[{source(corpus / 'validation.jsonl')}]",
+    ]  # fmt: skip
+    precompute(compose(*overrides, f'run_dir="{run}"'))
+    return run, overrides
+
+
+def run_training(captured, folder, *extra):
+    """Train in a folder of its own that shares the shards; returns the last checkpoint's tensors and the log."""
+    run, overrides = captured
+    folder.mkdir(exist_ok=True)
+    if not (folder / "shards").exists():
+        os.symlink(run / "shards", folder / "shards")
+    last = train(compose(*overrides, f'run_dir="{folder}"', *extra))
+    return load_file(last / "head.safetensors"), read_metrics(folder / "metrics.jsonl")
+
+
+def losses(lines):
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_golden_losses_of_ten_steps(captured, tmp_path):
+    _, lines = run_training(captured, tmp_path / "a", "train.num_steps=10", "train.log_every=1")
+    found = losses(lines)
+    if os.environ.get("MTP_GOLDEN") == "write":
+        GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
+    expected = json.loads(GOLDEN.read_text())
+    assert found == pytest.approx(expected, rel=2e-3)
+    assert found[-1] < found[0]
+    # Seeded fault: another step decay is seen by the golden numbers.
+    _, other = run_training(captured, tmp_path / "b", "train.num_steps=10", "train.log_every=1", "train.loss.step_decay=0.7")
+    assert losses(other) != pytest.approx(expected, rel=2e-3)
+
+
+def test_resuming_gives_the_same_weights_and_log(captured, tmp_path):
+    whole, log = run_training(captured, tmp_path / "whole")
+    run_training(captured, tmp_path / "cut")
+    for path in checkpoints(tmp_path / "cut" / "checkpoints")[1:]:  # as if killed between steps 6 and 12
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+    (tmp_path / "cut" / "checkpoints" / ".step_00000012.x.tmp").mkdir()
+    again, log_again = run_training(captured, tmp_path / "cut")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert losses(log) == losses(log_again)
+
+
+def test_accumulation_of_four_equals_a_batch_of_four(captured, tmp_path):
+    one, _ = run_training(captured, tmp_path / "one", "train.rows_per_batch=4", "train.num_steps=2", "train.optim.warmup_steps=1")
+    four, _ = run_training(captured, tmp_path / "four", "train.rows_per_batch=1", "train.accumulation=4", "train.num_steps=2", "train.optim.warmup_steps=1")
+    for name in one:
+        torch.testing.assert_close(one[name], four[name], rtol=1e-3, atol=2e-5)
+
+
+def test_packed_rows_give_the_loss_of_rows_alone(captured, target_dir):
+    run, overrides = captured
+    config = compose(*overrides, f'run_dir="{run}"')
+    ends = FrozenEnds.from_pretrained(target_dir, torch.float32)
+    reader = ShardReader(run / "shards" / "train")
+    from mtp_train.heads.table import build_head
+    from tests.tiny import tiny_config
+
+    head = build_head(config.head, tiny_config("llama"), ends.norm_weight)
+    samples = [reader[index] for index in range(4)]
+    size = sum(len(sample.input_ids) for sample in samples)
+    packed = collate([samples], size)
+    whole, _ = draft_loss(ends, supervised(unroll(head, ends, packed, 3), packed), config.train.loss)
+    parts = None
+    for sample in samples:
+        batch = collate([[sample]], len(sample.input_ids))
+        sums, _ = draft_loss(ends, supervised(unroll(head, ends, batch, 3), batch), config.train.loss)
+        parts = sums if parts is None else parts + sums
+    torch.testing.assert_close(whole.loss, parts.loss, rtol=1e-5, atol=1e-4)
+    assert torch.equal(whole.count, parts.count)
+
+
+def test_no_embedding_or_lm_head_is_saved_and_sizes_are_as_computed(captured, tmp_path):
+    run_training(captured, tmp_path / "a")
+    path = choose(tmp_path / "a" / "checkpoints", "last")
+    tensors = load_file(path / "head.safetensors")
+    assert not [name for name in tensors if "embed" in name or "lm_head" in name]
+    hidden, inner = 64, 128
+    layer = 2 * hidden * hidden + 2 * hidden * 32 + 3 * hidden * inner + 2 * hidden
+    assert sum(tensor.numel() for tensor in tensors.values()) == 2 * hidden * hidden + 3 * hidden + layer
+
+
+def test_a_draft_vocabulary_is_counted_stored_and_kept_on_resume(captured, tmp_path):
+    run_training(captured, tmp_path / "a", "head.draft_vocab_size=64", "train.num_steps=6")
+    loaded = load_head(choose(tmp_path / "a" / "checkpoints", "last"))
+    assert len(loaded.draft_vocab) == 64
+    with pytest.raises(ValueError, match="another head"):
+        run_training(captured, tmp_path / "a", "head.draft_vocab_size=32", "train.num_steps=12")
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
+def test_a_damaged_checkpoint_is_refused_by_name(captured, tmp_path, fault):
+    from safetensors.torch import save_file
+
+    run_training(captured, tmp_path / "a", "train.num_steps=6")
+    path = choose(tmp_path / "a" / "checkpoints", "last")
+    tensors = load_file(path / "head.safetensors")
+    if fault == "missing":
+        del tensors["hnorm.weight"]
+    elif fault == "unknown":
+        tensors["hnorm.bias"] = tensors["hnorm.weight"].clone()
+    else:
+        tensors["hnorm.weight"] = tensors["hnorm.weight"][:8].clone()
+    save_file(tensors, path / "head.safetensors")
+    with pytest.raises(ValueError, match="hnorm"):
+        load_head(path)
+
+
+def test_walk_jumps_over_what_was_accepted():
+    """Answer tokens 2..7; the drafts at known token 2 are right, right, wrong, so the walk goes on at token 5 and skips the misses between."""
+    from mtp_train.interfaces import Batch
+
+    ids = torch.tensor([[9, 9, 1, 2, 3, 4, 5, 6]])
+    batch = Batch(ids, torch.arange(8)[None], torch.zeros(1, 8, dtype=torch.long), torch.tensor([[False, False] + [True] * 6]), torch.zeros(1, 8, 1, 1))
+    # drafted[k, n]: step k's draft of token n + 2. Row t of step k drafts token t + k + 2.
+    drafted = ids[0, 2:].repeat(3, 1).clone()
+    drafted[2, 3] = 0  # the third draft from known token 2 (token 5) is wrong
+    drafted[0, 2] = 0  # would be a miss at known token 3, which the walk never visits
+    total = sum(walk(drafted, batch), AcceptanceStats())
+    assert total.num_drafts == 2
+    assert total.num_accepted_tokens_per_pos == (2, 2, 0)
