@@ -119,8 +119,7 @@ def set_up(config: cfg.Config) -> Setup:
     reader.manifest.target.check(info, str(reader.dir))
     if int(reader.supervised.sum()) == 0:
         raise ValueError(f"{reader.dir}: 0 supervised tokens in {len(reader)} samples; nothing can be trained (see data.turns and the chat template)")
-    dtype = pick_dtype("fast", device)
-    ends = FrozenEnds.from_pretrained(config.target.path, dtype=dtype).to(device)
+    ends = FrozenEnds.from_pretrained(config.target.path, dtype=pick_dtype(options.dtype, device)).to(device)
     target_config = AutoConfig.from_pretrained(config.target.path)
     head = build_head(config.head, target_config, ends.norm_weight.float()).to(device)
     optimizer = make_optimizer(head, options.optim)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,29 +92,22 @@ class Regenerator:
         self.engine, self.tokenizer, self.stops, self.options = engine, tokenizer, stops, options
         self.max_length, self.template_kwargs = max_length, template_kwargs
 
-    def rows(self, conversations: Iterable[Conversation], journal: Journal, total: int) -> Iterator[TokenRow | Reject]:
+    def rows(self, conversations: Sequence[Conversation], journal: Journal) -> Iterator[TokenRow | Reject]:
         """Answer every conversation; rows come in their order."""
-        block: list[_Dialog] = []
-        with tqdm(total=total, unit="row", desc="regenerate", mininterval=5, dynamic_ncols=True) as bar:
-            for conversation in conversations:
-                block.append(_Dialog(conversation))
-                if len(block) == BLOCK:
-                    yield from self._block(block, journal, bar)
-                    block = []
-            yield from self._block(block, journal, bar)
+        for start in range(0, len(conversations), BLOCK):
+            yield from self._block([_Dialog(one) for one in conversations[start : start + BLOCK]], journal)
 
-    def _block(self, dialogs: list[_Dialog], journal: Journal, bar: Any) -> Iterator[TokenRow | Reject]:
+    def _block(self, dialogs: list[_Dialog], journal: Journal) -> Iterator[TokenRow | Reject]:
         going, turn = dialogs, 0
         while going:
             prompts = {dialog.source.id: prompt for dialog in going if (prompt := self._prompt(dialog)) is not None}
-            self._answer(prompts, turn, journal, bar)
+            self._answer(prompts, turn, journal)
             going = [
                 dialog
                 for dialog in going
                 if dialog.source.id in prompts and self._take(dialog, prompts[dialog.source.id], journal.answers[dialog.source.id, turn])
             ]
             turn += 1
-        bar.update(len(dialogs))
         for dialog in dialogs:
             yield dialog.reject or TokenRow(dialog.source.id, dialog.source.domain, dialog.ids, dialog.mask)
 
@@ -135,7 +129,7 @@ class Regenerator:
                 dialog.reject = Reject(dialog.source.where, bad.reason, bad.detail)
             return None
 
-    def _answer(self, prompts: dict[str, list[int]], turn: int, journal: Journal, bar: Any) -> None:
+    def _answer(self, prompts: dict[str, list[int]], turn: int, journal: Journal) -> None:
         """Make the answers that the journal does not have."""
         options = self.options
         requests = [
@@ -145,11 +139,13 @@ class Regenerator:
         ]
         if not requests:
             return
-        tokens, done = 0, 0
-        for completion in self.engine.generate(requests):
-            journal.add(completion.id, turn, completion.token_ids, completion.finish)
-            tokens, done = tokens + len(completion.token_ids), done + 1
-            bar.set_postfix_str(f"turn {turn + 1}: {done}/{len(requests)} answers, {tokens} tokens")
+        tokens, begun = 0, time.perf_counter()
+        with tqdm(total=len(requests), unit="answer", desc=f"regenerate, turn {turn + 1}", mininterval=5, dynamic_ncols=True) as bar:
+            for completion in self.engine.generate(requests):
+                journal.add(completion.id, turn, completion.token_ids, completion.finish)
+                tokens += len(completion.token_ids)
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - begun):.0f} tok/s", refresh=False)
+                bar.update()
 
     def _take(self, dialog: _Dialog, prompt: list[int], answer: dict[str, Any]) -> bool:
         """Append an answer; True when the dialog may go on (an answer cut by the budget ends it)."""

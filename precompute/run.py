@@ -152,7 +152,7 @@ class Precompute:
         self.target.resize(min(options.batch_size, max(1, len(conversations))), data.max_length + 1)
         engine = Engine(self.target, NoDrafter(self.info.vocab_size))
         regenerator = Regenerator(engine, self.tokenizer, self.stops, options, data.max_length, data.template_kwargs)
-        yield from regenerator.rows(conversations, Journal(journal, mark), len(conversations))
+        yield from regenerator.rows(conversations, Journal(journal, mark))
 
     def read_rows(self, which: str, part: int) -> list[TokenRow]:
         path = self.rows_path(which, part)
