@@ -34,7 +34,7 @@ class SourceConfig:
     form: str
     """auto, messages, sharegpt or text"""
     domain: Optional[str]  # noqa: UP045 (omegaconf reads Optional)
-    """label of these rows in the report; null: the row's own, else the file's name"""
+    """label of rows that carry none of their own; null: the file's name"""
     split: str
     """split of a `datasets` id"""
     limit: Optional[int]  # noqa: UP045

@@ -144,7 +144,7 @@ class Precompute:
 
     def produce(self, conversations: list[Conversation], journal: Path, mark: str) -> Iterator[TokenRow | Reject]:
         data, options = self.config.data, self.options.regenerate
-        check_template(self.tokenizer) if options.enabled or any(one.text is None for one in conversations) else None
+        check_template(self.tokenizer, data.template_kwargs) if options.enabled or any(one.text is None for one in conversations) else None
         if not options.enabled:
             for one in conversations:
                 yield tokenize(one, self.tokenizer, max_length=data.max_length, turns=data.turns, template_kwargs=data.template_kwargs)
