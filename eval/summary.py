@@ -11,25 +11,13 @@ import torch
 
 from eval.prompts import Prompt
 from mtp_train.config import EvalRunConfig
-from mtp_train.loss import LossSums
 from mtp_train.metrics import read_metrics
-from mtp_train.spec_decode.stats import AcceptanceStats
 
 
 def name_of(run: EvalRunConfig, vocab: torch.Tensor | None) -> str:
     """What a run is called in the report."""
     heat = "greedy" if run.temperature == 0 else f"T={run.temperature:g}, {run.draft_sampling} drafts"
     return f"K={run.num_draft_tokens}, {heat}" + ("" if vocab is None else f", draft vocabulary {len(vocab)}")
-
-
-def figures(total: LossSums, walked: AcceptanceStats) -> dict[str, Any]:
-    """Sums divided once."""
-    count = total.count.clamp(min=1)
-    return {
-        "loss": float(total.loss / count[0]), "kl": float(total.kl[0] / count[0]), "feature": float(total.feature[0] / count[0]),
-        "proxy_acceptance_at": (total.accept / count).tolist(), "top1_match_at": (total.top1 / count).tolist(),
-        "predicted_acceptance_length": walked.acceptance_length,
-    }  # fmt: skip
 
 
 def loops(token_ids: list[int], period: int = 24, repeats: int = 3) -> bool:
@@ -70,3 +58,9 @@ def evenly(prompts: Sequence[Prompt], num: int) -> list[Prompt]:
     for prompt in prompts:
         by_domain[prompt.domain].append(prompt)
     return [prompt for group in zip(*by_domain.values(), strict=False) for prompt in group][:num]
+
+
+def with_speedup(timed: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Timings of every way of decoding, each against plain decoding (the first way) at its batch size."""
+    plain = {row["batch_size"]: row["tokens_per_second"] for row in timed[0]}
+    return [{**row, "speedup": row["tokens_per_second"] / plain[row["batch_size"]]} for rows in timed for row in rows]

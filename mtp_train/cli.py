@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import os
 import sys
 import textwrap
@@ -70,6 +71,10 @@ def main(doc: str, stage: Callable[[Config], None]) -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         sys.stdout.write(help_text(Path(sys.argv[0]).name, doc))
         return
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    for package in ("mtp_train", "precompute", "eval", "__main__"):  # what libraries say at this level is not for our users
+        logging.getLogger(package).setLevel(logging.INFO)
 
     def run(composed: DictConfig) -> None:
         try:

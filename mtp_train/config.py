@@ -14,6 +14,8 @@ import hydra
 import omegaconf
 from omegaconf import DictConfig, OmegaConf
 
+from mtp_train.checks import check
+
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 
 
@@ -25,6 +27,26 @@ class TargetConfig:
     """auto (as saved), bfloat16, float16 or float32: what the target computes in. "fast" = bfloat16 where the CPU or GPU has it in hardware, else float32"""
     device: str
     """auto, cpu or cuda"""
+
+
+@dataclass
+class EngineConfig:
+    name: str
+    """embedded (no extra install) or vllm: what captures, regenerates and measures"""
+    tensor_parallel_size: int
+    """vllm: GPUs that share the target"""
+    gpu_memory_utilization: float
+    """vllm: share of a GPU's memory it may take"""
+    cpu_cache_gib: int
+    """vllm on CPU: GiB of KV cache"""
+    enforce_eager: bool
+    """vllm: no CUDA graphs and no compilation; slower, and starts at once"""
+    in_process: bool
+    """vllm: run inside our process instead of its own ones; starts in seconds, for tiny targets and tests"""
+    timeout_s: float
+    """vllm: how long to wait for the states of a row before giving up"""
+    cpu_sampling_fix: bool
+    """vllm on CPU: mend speculative sampling at temperature > 0 (version 0.32 is wrong there; the report says when this is on)"""
 
 
 @dataclass
@@ -206,7 +228,7 @@ class TrainConfig:
 @dataclass
 class ExportConfig:
     formats: list[str]
-    """vllm and/or hf"""
+    """hf, vllm (stock class where one fits, else our plugin) and/or vllm_plugin (keeps a reduced draft vocabulary)"""
     checkpoint: str
     """best, last or a checkpoint directory"""
 
@@ -229,6 +251,12 @@ class EvalConfig:
     """JSONL of held-out conversations; each is answered from its last user turn"""
     head: str
     """an exported directory (format hf) or a checkpoint"""
+    vllm_head: str
+    """the exported directory that vLLM serves"""
+    self_checks: bool
+    """vllm: first make sure that a draft equal to the target is accepted, and that every tensor of the head is used"""
+    parity: bool
+    """run the embedded engine and vLLM on the same prompts and explain the first difference"""
     num_prompts: Optional[int]  # noqa: UP045
     """use at most this many, taken evenly from the domains"""
     max_new_tokens: int
@@ -240,7 +268,11 @@ class EvalConfig:
     runs: list[EvalRunConfig]
     """what to measure; the first one is the headline"""
     speed_prompts: int
-    """prompts timed one at a time with and without drafting; 0: no timing"""
+    """prompts timed with and without drafting; 0: no timing"""
+    speed_batch_sizes: list[int]
+    """prompts decoded at once in the timed runs"""
+    speed_tokens: int
+    """budget of a timed answer"""
     speed_dtype: str
     """of the timed runs"""
     num_examples: int
@@ -257,6 +289,8 @@ class Config:
     """what mtp-pipeline runs, of precompute, train, export, eval"""
     target: TargetConfig
     """the model that is served"""
+    engine: EngineConfig
+    """what runs it"""
     data: DataConfig
     """conversations"""
     precompute: PrecomputeConfig
@@ -271,57 +305,6 @@ class Config:
     """for the engine"""
     eval: EvalConfig
     """acceptance in decoding"""
-
-
-def one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is allowed."""
-    if value not in allowed:
-        raise ValueError(f"{field}={value!r} is not one of {', '.join(allowed)}")
-
-
-def positive(**values: float) -> None:
-    """Raise ValueError naming the first value that is not above 0. Dots are written as two underscores."""
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name.replace('__', '.')}={value} must be above 0")
-
-
-def check(config: Config) -> None:
-    """The checks that span fields. Raises ValueError with the values."""
-    one_of("target.dtype", config.target.dtype, ("auto", "fast", "float32", "bfloat16", "float16"))
-    one_of("target.device", config.target.device, ("auto", "cpu", "cuda"))
-    one_of("data.turns", config.data.turns, ("all", "last"))
-    one_of("precompute.state_dtype", config.precompute.state_dtype, ("float32", "bfloat16", "float16"))
-    one_of("head.kind", config.head.kind, ("mtp",))
-    one_of("head.layout.concat", config.head.layout.concat, ("eh", "he"))
-    one_of("head.layout.recycled", config.head.layout.recycled, ("post", "pre"))
-    one_of("head.init", config.head.init, ("identity",))
-    one_of("train.dtype", config.train.dtype, ("fast", "float32", "bfloat16"))
-    one_of("train.wandb.mode", config.train.wandb.mode, ("disabled", "offline", "online"))
-    for name in ("dtype", "speed_dtype"):
-        one_of(f"eval.{name}", getattr(config.eval, name), ("fast", "float32", "bfloat16", "float16"))
-    for step in config.precompute.steps:
-        one_of("precompute.steps", step, ("demo", "corpus", "rows", "capture", "merge", "verify"))
-    for stage in config.stages:
-        one_of("stages", stage, ("precompute", "train", "export", "eval"))
-    for name in config.export.formats:
-        one_of("export.formats", name, ("vllm", "hf"))
-    for run in config.eval.runs:
-        one_of("eval.runs.draft_sampling", run.draft_sampling, ("greedy", "probabilistic"))
-        positive(eval__runs__num_draft_tokens=run.num_draft_tokens)
-    for source in config.data.train + config.data.validation:
-        one_of("data.form", source.form, ("auto", "messages", "sharegpt", "text"))
-    train = config.train
-    positive(train__num_steps=train.num_steps, train__unroll_steps=train.unroll_steps, train__seq_len=train.seq_len, train__optim__lr=train.optim.lr)
-    positive(train__rows_per_batch=train.rows_per_batch, train__accumulation=train.accumulation, train__save_every=train.save_every)
-    positive(train__loss__chunk_mib=train.loss.chunk_mib, train__log_every=train.log_every, train__keep_last=train.keep_last)
-    positive(data__max_length=config.data.max_length, precompute__num_parts=config.precompute.num_parts, head__num_layers=config.head.num_layers)
-    positive(precompute__batch_tokens=config.precompute.batch_tokens, precompute__shard_tokens=config.precompute.shard_tokens)
-    positive(eval__batch_size=config.eval.batch_size, eval__max_new_tokens=config.eval.max_new_tokens)
-    if config.precompute.part is not None and not 0 <= config.precompute.part < config.precompute.num_parts:
-        raise ValueError(f"precompute.part={config.precompute.part} is not below precompute.num_parts={config.precompute.num_parts}")
-    if train.optim.warmup_steps >= train.num_steps:
-        raise ValueError(f"train.optim.warmup_steps={train.optim.warmup_steps} leaves nothing of train.num_steps={train.num_steps}")
 
 
 def load(composed: DictConfig) -> Config:

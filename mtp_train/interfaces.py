@@ -190,6 +190,9 @@ class Drafter(Protocol):
 
     num_draft_tokens: int
 
+    def reset(self, rows: Rows) -> None:
+        """Forget these slots: their requests are finished. An idle slot is still carried along, so it must not stay long."""
+
     def begin(self, first_token_ids: Tensor, rows: Rows) -> None:
         """Forget these slots and begin prompts whose first tokens are (b,): the one token that follows no state."""
 

@@ -34,7 +34,28 @@ class LossSums:
         return LossSums(**{name: getattr(self, name).detach() for name in self.__dataclass_fields__})
 
     def __add__(self, other: LossSums) -> LossSums:
-        return LossSums(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
+        """Totals; where one side unrolled fewer steps, its missing steps have no rows."""
+        return LossSums(**{name: _add(getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__})
+
+    def averages(self) -> dict[str, Any]:
+        """The one division: figures per supervised row, lists by step."""
+        count = self.count.clamp(min=1)
+        return {
+            "loss": float(self.loss / count[0]),
+            "kl": float(self.kl[0] / count[0]),
+            "feature": float(self.feature[0] / count[0]),
+            "kl_at": (self.kl / count).tolist(),
+            "proxy_acceptance_at": (self.accept / count).tolist(),
+            "top1_match_at": (self.top1 / count).tolist(),
+            "num_supervised": int(self.count[0]),
+        }
+
+
+def _add(a: Tensor, b: Tensor) -> Tensor:
+    if a.shape == b.shape:
+        return a + b
+    size = max(len(a), len(b))
+    return F.pad(a, (0, size - len(a))) + F.pad(b, (0, size - len(b)))
 
 
 class _ChunkedKL(torch.autograd.Function):

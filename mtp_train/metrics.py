@@ -55,20 +55,14 @@ class Metrics:
 
     def step(self, step: int, sums: LossSums, lr: float, grad_norm: float, tokens: int, seconds: float) -> None:
         """Take in one optimiser step."""
-        same = self.total is not None and self.total.count.shape == sums.count.shape  # else the number of unrolled steps changed
-        self.total = self.total + sums if self.total is not None and same else sums
+        self.total = sums if self.total is None else self.total + sums
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
         self.bar.update()
         if step % self.options.log_every and step != self.options.num_steps:
             return
-        count = self.total.count.clamp(min=1)
         line = {
             "step": step,
-            "loss": float(self.total.loss / count[0]),
-            "kl": float(self.total.kl[0] / count[0]),
-            "feature": float(self.total.feature[0] / count[0]),
-            "kl_at": (self.total.kl / count).tolist(),
-            "top1_match_at": (self.total.top1 / count).tolist(),
+            **self.total.averages(),
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens_per_second": self.tokens / max(self.seconds, 1e-9),

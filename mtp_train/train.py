@@ -33,7 +33,8 @@ from mtp_train.loss import LossSums, draft_loss
 from mtp_train.metrics import Metrics
 from mtp_train.optim import lr_at, make_optimizer
 from mtp_train.provenance import write_provenance
-from mtp_train.spec_decode.predict import walk
+from mtp_train.serving import choose_class
+from mtp_train.spec_decode.predict import prediction, walk
 from mtp_train.spec_decode.stats import AcceptanceStats
 from mtp_train.target.ends import FrozenEnds
 from mtp_train.target.identity import target_info
@@ -135,6 +136,7 @@ def set_up(config: cfg.Config) -> Setup:
         HeadInfo(config.head, info, reader.manifest.taps, options.unroll_steps, options.seq_len, 0), target_config.to_dict(),
     )  # fmt: skip
     resume(setup, config)
+    explain_serving(setup)
     write_provenance(run_dir / "checkpoints", asdict(config))
     size = sum(parameter.numel() for parameter in head.parameters())
     log.info(
@@ -147,6 +149,14 @@ def set_up(config: cfg.Config) -> Setup:
         device,
     )
     return setup
+
+
+def explain_serving(setup: Setup) -> None:
+    """Say before training which engine class the layout is for: it cannot be changed afterwards."""
+    try:
+        log.info("vLLM will serve this head as %s", choose_class(setup.info.config, setup.target_config, setup.draft_vocab is not None)[1])
+    except ValueError as error:
+        log.warning("%s; it can be measured with the embedded engine alone", error)
 
 
 def resume(setup: Setup, config: cfg.Config) -> None:
@@ -207,30 +217,7 @@ def validate(
         walked = sum(walk(drafted, batch), walked)
     head.train()
     assert total is not None
-    return {**summary(total), **prediction(walked)}
-
-
-def summary(sums: LossSums) -> dict[str, Any]:
-    """Sums divided once: figures per supervised row, by step."""
-    count = sums.count.clamp(min=1)
-    return {
-        "loss": float(sums.loss / count[0]),
-        "kl": float(sums.kl[0] / count[0]),
-        "feature": float(sums.feature[0] / count[0]),
-        "kl_at": (sums.kl / count).tolist(),
-        "proxy_acceptance_at": (sums.accept / count).tolist(),
-        "top1_match_at": (sums.top1 / count).tolist(),
-        "num_supervised": int(sums.count[0]),
-    }
-
-
-def prediction(stats: AcceptanceStats) -> dict[str, Any]:
-    """What the walk predicts for decoding."""
-    return {
-        "predicted_acceptance_length": stats.acceptance_length,
-        "predicted_acceptance_rate_at": list(stats.acceptance_rate_at),
-        "num_walked_drafts": stats.num_drafts,
-    }
+    return {**total.averages(), **prediction(walked)}
 
 
 def save(setup: Setup, run_dir: Path, validation: dict[str, Any] | None) -> Path:

@@ -1,4 +1,4 @@
-"""On-policy data: replace the assistant turns of a corpus by the target's own answers, with the embedded engine.
+"""On-policy data: replace the assistant turns of a corpus by the target's own answers, with the configured engine.
 
 Answers are kept as the very ids the target produced, never re-tokenised. They go to a journal, one line an answer, so that a killed run
 goes on at the answer where it was.
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
@@ -21,7 +21,7 @@ from mtp_train.config import RegenerateConfig
 from mtp_train.data.chat import prompt_ids
 from mtp_train.data.corpus import BadRow
 from mtp_train.interfaces import Conversation, Reject, TokenRow
-from mtp_train.spec_decode.engine import Engine, Request
+from mtp_train.spec_decode.engine import Completion, Request
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,13 @@ class _Dialog:
             if message["role"] == "user":
                 return True
         return False
+
+
+class Generator(Protocol):
+    """What answers: the embedded engine or vLLM."""
+
+    def generate(self, requests: Sequence[Request], batch_size: int) -> Iterator[Completion]:
+        """Answer requests, in the order in which they finish."""
 
 
 class Journal:
@@ -88,7 +95,7 @@ def seed_of(seed: int, id: str, turn: int) -> int:
 class Regenerator:
     """Turns conversations into token rows whose answers are the target's own."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, stops: frozenset[int], options: RegenerateConfig, max_length: int, template_kwargs: dict[str, Any]):
+    def __init__(self, engine: Generator, tokenizer: Any, stops: frozenset[int], options: RegenerateConfig, max_length: int, template_kwargs: dict[str, Any]):
         self.engine, self.tokenizer, self.stops, self.options = engine, tokenizer, stops, options
         self.max_length, self.template_kwargs = max_length, template_kwargs
 
@@ -141,7 +148,7 @@ class Regenerator:
             return
         tokens, begun = 0, time.perf_counter()
         with tqdm(total=len(requests), unit="answer", desc=f"regenerate, turn {turn + 1}", mininterval=5, dynamic_ncols=True) as bar:
-            for completion in self.engine.generate(requests):
+            for completion in self.engine.generate(requests, options.batch_size):
                 journal.add(completion.id, turn, completion.token_ids, completion.finish)
                 tokens += len(completion.token_ids)
                 bar.set_postfix_str(f"{tokens / (time.perf_counter() - begun):.0f} tok/s", refresh=False)

@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig
@@ -27,14 +28,12 @@ from mtp_train.data.corpus import BadRow, read_corpus
 from mtp_train.dist import pick_device, pick_dtype
 from mtp_train.interfaces import Conversation, Reject, Tap, TokenRow
 from mtp_train.provenance import atomic_path, atomic_write, fingerprint, write_provenance
-from mtp_train.spec_decode.drafters import NoDrafter
-from mtp_train.spec_decode.engine import Engine
-from mtp_train.target.ends import local_dir
-from mtp_train.target.hf import Target
+from mtp_train.target.ends import FrozenEnds, local_dir
 from mtp_train.target.identity import target_info
 from precompute.demo import prepare
-from precompute.engine_hf import capture, engine_info
-from precompute.plan import check_disk, split, state_bytes
+from precompute.engine_hf import EmbeddedEngine
+from precompute.engine_vllm import VllmEngine
+from precompute.plan import check_disk, remaining, split, state_bytes
 from precompute.regenerate import Journal, Regenerator
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,6 @@ class Precompute:
         self.config, self.options = config, config.precompute
         self.run_dir = Path(config.run_dir)
         self.parts = range(self.options.num_parts) if self.options.part is None else [self.options.part]
-        self._target: Target | None = None
 
     # ------------------------------------------------------------ what everything depends on
 
@@ -61,15 +59,15 @@ class Precompute:
         self.stops = stop_ids(self.tokenizer, generation)
         self.taps = (*(Tap(layer, "pre") for layer in self.options.tap_layers), Tap(self.info.num_layers, "post"))
 
-    @property
-    def target(self) -> Target:
-        """The loaded target."""
-        if self._target is None:
-            device = pick_device(self.config.target.device)
-            dtype = self.config.target.dtype if self.config.target.dtype == "auto" else pick_dtype(self.config.target.dtype, device)
-            self._target = Target.load(local_dir(self.config.target.path), dtype, 1, 1, self.taps, device)
-            log.info("target %s: %s on %s", self.config.target.path, engine_info(self._target)["dtype"], device)
-        return self._target
+    @cached_property
+    def engine(self) -> EmbeddedEngine | VllmEngine:
+        """What runs the target."""
+        target, limit = self.config.target, self.config.data.max_length
+        dtype = self.info.dtype if target.dtype == "auto" else str(pick_dtype(target.dtype, pick_device(target.device))).removeprefix("torch.")
+        if self.config.engine.name == "vllm":
+            ends = FrozenEnds.from_pretrained(target.path)
+            return VllmEngine(str(local_dir(target.path)), self.taps, ends, dtype, limit, self.config.engine)
+        return EmbeddedEngine(target.path, self.taps, dtype, target.device, limit)
 
     def sources(self, which: str) -> list[cfg.SourceConfig]:
         return getattr(self.config.data, which)
@@ -149,9 +147,7 @@ class Precompute:
             for one in conversations:
                 yield tokenize(one, self.tokenizer, max_length=data.max_length, turns=data.turns, template_kwargs=data.template_kwargs)
             return
-        self.target.resize(min(options.batch_size, max(1, len(conversations))), data.max_length + 1)
-        engine = Engine(self.target, NoDrafter(self.info.vocab_size))
-        regenerator = Regenerator(engine, self.tokenizer, self.stops, options, data.max_length, data.template_kwargs)
+        regenerator = Regenerator(self.engine, self.tokenizer, self.stops, options, data.max_length, data.template_kwargs)
         yield from regenerator.rows(conversations, Journal(journal, mark))
 
     def read_rows(self, which: str, part: int) -> list[TokenRow]:
@@ -187,12 +183,12 @@ class Precompute:
             known.target.check(self.info, str(folder))
             log.info("%s of %s is complete", index.stem, which)
             return
-        header = manifest.Header(self.info, self.taps, engine_info(self.target), mark, self.options.state_dtype)
+        header = manifest.Header(self.info, self.taps, self.engine.info, mark, self.options.state_dtype)
         writer = shards.ShardWriter(folder, header, self.options.shard_tokens, part, self.options.num_parts)
-        left = [row for row in rows if row.id not in writer.stored]
+        left = remaining(rows, writer.stored)
         needed = self.predict(which, len(left), sum(len(row.input_ids) for row in left))
         check_disk(folder, needed)
-        for sample in capture(self.target, left, self.options.batch_tokens):
+        for sample in self.engine.capture(left, self.options.batch_tokens):
             writer.add(sample)
         writer.finish()
 
@@ -253,11 +249,11 @@ class Precompute:
         for which in splits:
             if "corpus" in steps:
                 self.corpus(which)
-            for part in self.parts:
-                if "rows" in steps:
-                    self.rows(which, part)
-                if "capture" in steps:
-                    self.capture(which, part)
+            for part in self.parts if "rows" in steps else ():
+                self.rows(which, part)
+        for which in splits:
+            for part in self.parts if "capture" in steps else ():
+                self.capture(which, part)
             if "merge" in steps and self.options.part is None:
                 merged = shards.merge(self.shards_dir(which))
                 log.info(
@@ -267,6 +263,8 @@ class Precompute:
                 )
             if "verify" in steps and self.options.part is None:
                 shards.verify(self.shards_dir(which))
+        if "engine" in vars(self):
+            self.engine.close()
         write_provenance(self.run_dir / "shards", asdict(self.config))
 
 

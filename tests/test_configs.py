@@ -16,7 +16,7 @@ def test_every_experiment_loads(name):
     assert config.train.num_steps > 0
 
 
-@pytest.mark.parametrize("group", ["target", "data", "head"])
+@pytest.mark.parametrize("group", ["target", "engine", "data", "head"])
 def test_every_group_option_loads(group):
     for path in sorted((CONF_DIR / group).glob("*.yaml")):
         assert isinstance(compose("target.path=somewhere", f"{group}={path.stem}", "target.path=somewhere"), Config)
@@ -38,3 +38,8 @@ def test_help_names_the_stage_its_groups_and_fields():
 def test_config_dir_does_not_depend_on_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert compose("experiment=tiny", "target.path=somewhere").train.num_steps == 12
+
+
+def test_an_experiment_overrides_the_defaults_and_the_command_line_overrides_it():
+    assert compose("experiment=demo").run_dir == "runs/demo"
+    assert compose("experiment=demo", "run_dir=elsewhere").data.train[0].path == "elsewhere/data/train.jsonl"

@@ -185,3 +185,19 @@ def test_parity_check_sees_a_drafter_that_commits_its_own_guess():
     with torch.no_grad():
         broken.model.layers[2].mlp.down_proj.weight += 0.05
     assert {id: one.token_ids for id, one in plainly(model).items()} != {id: one.token_ids for id, one in plainly(broken).items()}
+
+
+@pytest.mark.parametrize("kind", ["perfect", "head"])
+def test_a_slot_that_fell_idle_at_its_full_length_does_not_overflow(kind):
+    """A finished request's slot is carried along by those that still run; both fit their slots exactly."""
+    model, num_draft = tiny_target("llama"), 5
+    size = 48 + num_draft + 1
+    target = Target(model, 2, size)
+    ends, _, _ = captured(model)
+    drafter = (
+        LMDrafter(Target(model, 2, size), num_draft) if kind == "perfect" else HeadDrafter(noisy_head(model, ends, head_config()), ends, num_draft, 2, size)
+    )
+    long, short = requests(1, new=8)[0], requests(1, new=44)[0]
+    prompts = [Request("long", (long.prompt_ids * 10)[:40], 8, frozenset()), Request("short", short.prompt_ids, 44, frozenset())]
+    done = {one.id: len(one.token_ids) for one in Engine(target, drafter).generate(prompts)}
+    assert done == {"long": 8, "short": 44}

@@ -19,8 +19,8 @@ FAMILIES = ["llama", "llama_rope3", "mistral", "qwen2", "qwen3", "gemma2", "gemm
 LAYOUTS = [("eh", False, "post"), ("he", True, "post"), ("eh", False, "pre")]
 
 
-def head_config(concat="eh", mask_position_0=False, recycled="post", num_layers=1, draft_vocab_size=None):
-    return HeadConfig("mtp", HeadLayout(concat, mask_position_0, recycled), num_layers, True, "identity", draft_vocab_size)
+def head_config(concat="eh", mask_position_0=False, recycled="post", num_layers=1, draft_vocab_size=None, dense_mlp=True):
+    return HeadConfig("mtp", HeadLayout(concat, mask_position_0, recycled), num_layers, dense_mlp, "identity", draft_vocab_size)
 
 
 def noisy_head(model, ends, config, seed=0):

@@ -18,6 +18,8 @@ from mtp_train.data.shards import ShardReader
 from mtp_train.export import export
 from mtp_train.target.ends import FrozenEnds
 from mtp_train.train import stage as train
+from precompute.regenerate import Journal, Regenerator
+from precompute.run import Precompute
 from precompute.run import stage as precompute
 from tests.conftest import source
 
@@ -177,3 +179,44 @@ def test_changed_settings_do_not_reuse_old_rows(overrides, tmp_path):
     with pytest.raises(ValueError, match="corpus_fingerprint"):
         precompute(compose(*overrides, "precompute.regenerate.max_new_tokens=12"))
     assert rows.read_text() != before
+
+
+class Interrupted(Exception):
+    """Stands for a kill."""
+
+
+class CuttingEngine:
+    """Answers as the engine it wraps, and is cut off after `limit` answers."""
+
+    def __init__(self, engine, limit):
+        self.engine, self.limit, self.asked = engine, limit, []
+
+    def generate(self, requests, batch_size):
+        self.asked += [request.id for request in requests]
+        for number, completion in enumerate(self.engine.generate(requests, batch_size)):
+            if number == self.limit:
+                raise Interrupted
+            yield completion
+
+
+def test_a_regeneration_cut_in_the_middle_goes_on_at_the_answer(overrides, tmp_path):
+    run = Precompute(compose(*overrides))
+    run.open_target()
+    run.corpus("train")
+    conversations, options = run.conversations("train"), run.options.regenerate
+    engine = run.engine
+
+    def rows(engine, journal):
+        maker = Regenerator(engine, run.tokenizer, run.stops, options, run.config.data.max_length, {})
+        return list(maker.rows(conversations, Journal(tmp_path / journal, "mark")))
+
+    whole = rows(engine, "whole.journal")
+    with pytest.raises(Interrupted):
+        rows(CuttingEngine(engine, 7), "cut.journal")
+    with (tmp_path / "cut.journal").open("a") as file:
+        file.write('{"id": "toy9", "turn": 0, "ids": [1, 2')  # a kill in the middle of a line
+    again = CuttingEngine(engine, -1)
+    assert rows(again, "cut.journal") == whole
+    kept = {json.loads(line)["id"] for line in (tmp_path / "cut.journal").read_text().splitlines()[1:8]}
+    assert len(kept) == 7
+    assert not kept & set(again.asked[: len(conversations) - 7]), "what was kept is not asked for again"

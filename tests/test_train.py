@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from mtp_train.checkpoint import checkpoints, choose, load_head
@@ -157,3 +158,36 @@ def test_walk_jumps_over_what_was_accepted():
     total = sum(walk(drafted, batch), AcceptanceStats())
     assert total.num_drafts == 2
     assert total.num_accepted_tokens_per_pos == (2, 2, 0)
+
+
+def test_bfloat16_autocast_stays_near_float32(captured, tmp_path):
+    extra = ("train.num_steps=6", "train.log_every=1")
+    exact, log = run_training(captured, tmp_path / "float32", *extra)
+    AcceleratorState._reset_state()  # one process trains in one precision; here are two trainings
+    rounded, log_rounded = run_training(captured, tmp_path / "bfloat16", *extra, "train.dtype=bfloat16")
+    AcceleratorState._reset_state()
+    assert losses(log_rounded) == pytest.approx(losses(log), rel=0.02)
+    assert losses(log_rounded) != losses(log), "it did compute in bfloat16"
+    assert all(tensor.dtype == torch.float32 for tensor in rounded.values()), "the trained weights stay in float32"
+    assert exact.keys() == rounded.keys()
+
+
+@pytest.mark.slow
+def test_wandb_offline_is_a_second_sink(captured, tmp_path):
+    plain, log = run_training(captured, tmp_path / "plain")
+    logged, log_again = run_training(captured, tmp_path / "logged", "train.wandb.mode=offline")
+    assert losses(log) == losses(log_again)
+    assert all(torch.equal(plain[name], logged[name]) for name in plain)
+    assert list((tmp_path / "logged").glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_the_log_counts_every_row_where_the_unroll_begins(captured, tmp_path):
+    """A log window that spans the change from one step to the chain keeps both parts."""
+    extra = ("train.num_steps=4", "train.unroll_steps=3", "train.unroll_from_step=2", "train.optim.warmup_steps=1")
+    _, fine = run_training(captured, tmp_path / "fine", *extra, "train.log_every=1")
+    _, coarse = run_training(captured, tmp_path / "coarse", *extra, "train.log_every=4")
+    counts = [line["num_supervised"] for line in fine if "loss" in line]
+    (line,) = [line for line in coarse if "loss" in line]
+    assert line["num_supervised"] == sum(counts)
+    assert line["kl"] == pytest.approx(sum(n * one["kl"] for n, one in zip(counts, [one for one in fine if "loss" in one])) / sum(counts), rel=1e-4)
+    assert len(line["kl_at"]) == 3

@@ -88,9 +88,13 @@ class HeadDrafter(ChainDrafter):
         self.confirmed = torch.zeros(num_slots, ends.hidden_size, dtype=self.dtype, device=parameter.device)  # g^1 of each slot's last row
         self.features = self.confirmed
 
+    def reset(self, rows: Rows) -> None:
+        """Forget these slots."""
+        self.cache.lengths[rows] = 0
+
     def begin(self, first_token_ids: Tensor, rows: Rows) -> None:
         """Forget these slots; a head never embeds a prompt's first token."""
-        self.cache.lengths[rows] = 0
+        self.reset(rows)
 
     @torch.no_grad()
     def commit(self, token_ids: Tensor, hidden_states: Tensor, num: Tensor, rows: Rows = ALL_ROWS) -> None:
@@ -129,9 +133,13 @@ class LMDrafter(ChainDrafter):
         self.lm = lm
         self.confirmed = torch.zeros(lm.cache.num_slots, lm.ends.vocab_size, device=lm.device)
 
+    def reset(self, rows: Rows) -> None:
+        """Forget these slots."""
+        self.lm.reset(rows)
+
     def begin(self, first_token_ids: Tensor, rows: Rows) -> None:
         """Forget these slots and read the first token of each prompt (b,)."""
-        self.lm.reset(rows)
+        self.reset(rows)
         self.lm.extend(first_token_ids[:, None], "none", rows=rows)
         self.lm.commit(torch.ones_like(first_token_ids), rows)
 
@@ -165,6 +173,9 @@ class NoDrafter:
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
+
+    def reset(self, rows: Rows) -> None:
+        """Nothing is kept."""
 
     def begin(self, first_token_ids: Tensor, rows: Rows) -> None:
         """Nothing is kept."""

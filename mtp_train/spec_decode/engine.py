@@ -157,7 +157,9 @@ class Engine:
         for index, one in enumerate(self.slots):
             if one is not None and one.finish:
                 self.slots[index] = None
-                self.target.reset(torch.tensor([index]))
+                row = torch.tensor([index], device=self.target.device)
+                self.target.reset(row)
+                self.drafter.reset(row)
                 self.costs.num_tokens += len(one.tokens)
                 yield Completion(one.request.id, one.tokens, one.kinds, one.stats, one.finish)
 

@@ -7,6 +7,8 @@ sampled, a greedy draft matches the recorded token just as often as verification
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -61,3 +63,12 @@ def walk(drafted: Tensor, batch: Batch) -> list[AcceptanceStats]:
             newest += accepted + 1
         out.append(stats)
     return out
+
+
+def prediction(stats: AcceptanceStats) -> dict[str, Any]:
+    """What a walk predicts for decoding."""
+    return {
+        "predicted_acceptance_length": stats.acceptance_length,
+        "predicted_acceptance_rate_at": list(stats.acceptance_rate_at),
+        "num_walked_drafts": stats.num_drafts,
+    }

@@ -1,0 +1,194 @@
+"""The same prompts, head and K in two engines: counters side by side, and the first difference explained.
+
+A difference is numerics when the target's or the draft's two best logits are nearly tied there. Else it is a fault of wiring, and faults of
+wiring have a signature: each known one is simulated in the embedded engine, and the one that reproduces what the other engine accepted, step
+by step, is named.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.engine import Decoded
+from eval.prompts import Prompt
+from mtp_train import config as cfg
+from mtp_train.heads.mtp import MTPHead
+from mtp_train.spec_decode.engine import Completion
+from mtp_train.spec_decode.stats import AcceptanceStats
+
+GAP = 1e-3  # a near-tie of two float32 logits
+WIRING = (
+    "check that the head belongs to this target, which side of the final norm its feature is taken from, the order of the halves of eh_proj, "
+    "the position of the first row, and that the engine shares embedding and lm_head; parity=true names the fault"
+)
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Index of the first difference of two sequences (one may be longer); None: equal."""
+    if list(a) == list(b):
+        return None
+    return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def accepted_by_step(completion: Completion) -> list[int]:
+    """How many drafts each step committed, from where the tokens came. A last step that was cut counts what was kept."""
+    steps, run = [], 0
+    for kind in completion.kinds[1:]:
+        if kind == "accepted":
+            run += 1
+        else:
+            steps.append(run)
+            run = 0
+    return steps + [run] * (run > 0)
+
+
+# ---------------------------------------------------------------- faults of wiring, simulated
+
+Fault = Callable[[MTPHead, Tensor], None]
+"""Spoils a copy of the head in place; takes the target's final gain (H,)."""
+
+
+def _halves(head: MTPHead) -> tuple[Tensor, Tensor]:
+    left, right = head.eh_proj.weight.data.chunk(2, dim=1)
+    return left, right
+
+
+def _set(head: MTPHead, left: Tensor, right: Tensor) -> None:
+    head.eh_proj.weight.data = torch.cat([left, right], dim=1)
+
+
+def _wrap(head: MTPHead, change: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
+    inner = head.forward
+    head.forward = lambda embeds, features, positions, attention: inner(*change(embeds, features, positions), attention)  # type: ignore[method-assign,assignment]
+
+
+def _identity_norm(head: MTPHead, *names: str) -> None:
+    for name in names:
+        weight = head.get_submodule(name).get_parameter("weight")
+        weight.data = torch.zeros_like(weight) if "gemma" in type(head.norm).__name__.lower() else torch.ones_like(weight)
+
+
+def _pre_norm_state(head: MTPHead, gain: Tensor) -> None:
+    head.fuse = lambda hidden_states: hidden_states[:, :, -1] / gain.to(hidden_states.dtype)  # type: ignore[method-assign]  # hnorm is blind to scale
+
+
+FAULTS: dict[str, Fault] = {
+    "the final norm of the head is missing": lambda head, _: setattr(head, "norm", torch.nn.Identity()),
+    "the feature is taken before the target's final norm": _pre_norm_state,
+    "the halves of eh_proj are swapped ([h; e] for [e; h])": lambda head, _: _set(head, *_halves(head)[::-1]),
+    "eh_proj is transposed": lambda head, _: _set(head, *(half.T for half in _halves(head))),
+    # A shift of every position is nothing to rotary embeddings; one between the chain (single rows) and its cache is.
+    "positions of the chain are off by one": lambda head, _: _wrap(head, lambda e, h, p: (e, h, p - 1 if p.shape[1] == 1 else p)),
+    "the embedding is not the target's": lambda head, _: _wrap(head, lambda e, h, p: (torch.zeros_like(e), h, p)),
+    "the embedding at position 0 is zeroed": lambda head, _: _wrap(head, lambda e, h, p: (e * (p != 0)[..., None].to(e.dtype), h, p)),
+    "the gains of enorm and hnorm are not loaded": lambda head, _: _identity_norm(head, "enorm", "hnorm"),
+    "the gain of the head's final norm is not loaded": lambda head, _: _identity_norm(head, "norm"),
+    "the gains of the layer's norms are not loaded": lambda head, _: _identity_norm(
+        head, "block.layers.0.input_layernorm", "block.layers.0.post_attention_layernorm"
+    ),
+}
+
+
+def spoiled(head: MTPHead, fault: Fault, gain: Tensor) -> MTPHead:
+    """A copy of the head with a fault of wiring."""
+    out = copy.deepcopy(head)
+    fault(out, gain)
+    return out
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def differences(prompts: Sequence[Prompt], embedded: Decoded, other: Decoded, reference: Any, run: cfg.EvalRunConfig) -> list[dict[str, Any]]:
+    """Each prompt whose answer or whose steps differ, at its first difference, with the top-2 gap that explains it or not."""
+    out = []
+    for prompt in prompts:
+        mine, theirs = embedded.completions[prompt.id], other.completions[prompt.id]
+        steps = accepted_by_step(mine), accepted_by_step(theirs)
+        token, step = first_difference(mine.token_ids, theirs.token_ids), first_difference(*steps)
+        if token is None and step is None:
+            continue
+        at = None if step is None else 1 + sum(one + 1 for one in steps[0][:step])  # tokens committed before the step that differs
+        if token is not None and (at is None or token < at):
+            gap, what, where = reference.top2_gap(prompt.token_ids + mine.token_ids[:token]), "the target's choice", token
+        else:
+            assert at is not None and step is not None
+            known = prompt.token_ids + mine.token_ids[:at]
+            position = min(row[step] if step < len(row) else 0 for row in steps)
+            gap, what, where = reference.draft_gap(known, run, position), f"draft {position + 1}", at
+        out.append({"id": prompt.id, "position": where, "what": what, "top2_gap": gap, "explained": gap < GAP})
+    return out
+
+
+def diagnose(prompts: Sequence[Prompt], other: Decoded, reference: Any, run: cfg.EvalRunConfig) -> str:
+    """The simulated fault that reproduces most of the other engine's steps, with how many."""
+    wanted = {prompt.id: accepted_by_step(other.completions[prompt.id]) for prompt in prompts}
+    head, gain = reference.loaded.head, reference.target.ends.norm_weight.float() + reference.target.ends.family.gain_offset
+    scores = {}
+    for name, fault in FAULTS.items():
+        found = reference.decode(run, prompts, len(prompts), max(len(one.token_ids) for one in other.completions.values()), name, spoiled(head, fault, gain))
+        scores[name] = sum(accepted_by_step(found.completions[prompt.id]) == wanted[prompt.id] for prompt in prompts)
+    most = max(scores.values())
+    best = ", or ".join(name for name in scores if scores[name] == most)  # greedy steps are blind to a scale, so some look alike
+    if most < 0.75 * len(prompts):
+        return f"none of the known faults of wiring reproduces it (nearest: {best}, {most} of {len(prompts)} prompts): suspect the cache or the loader"
+    return f"{best}: simulated, this reproduces the steps of {most} of {len(prompts)} prompts"
+
+
+def verdict(found: list[dict[str, Any]], num_prompts: int, num_drafts: int, rate: float) -> tuple[bool, str]:
+    """Whether two runs agree as DESIGN says, and in words."""
+    faults = [one for one in found if not one["explained"]]
+    if faults:
+        one = faults[0]
+        return False, f"{len(faults)} of {num_prompts} prompts differ without a near-tie, first {one['id']} at token {one['position']} ({one['what']})"
+    if len(found) > max(1, 0.02 * num_prompts):
+        return False, f"{len(found)} of {num_prompts} prompts differ; each is a near-tie, but these are more than 2 %"
+    weak = num_drafts < 200 or not 0.15 <= rate <= 0.9
+    note = f"; weak evidence, with {num_drafts} drafts and a first-draft rate of {rate:.2f} (200 drafts and .15 to .9 say more)" if weak else ""
+    return True, ("equal to the last counter" if not found else f"{len(found)} near-ties, else equal") + note
+
+
+def compare_engines(evaluation: Any, drafted: list[Decoded]) -> list[dict[str, Any]]:
+    """One row for each greedy run: counters of both engines and of the prediction from shards, and the verdict."""
+    mine, others = evaluation.engine, [name for name in evaluation.make if name != evaluation.engine.name]
+    other = evaluation.make[others[0]](*evaluation.arguments)
+    other.load(mine.dtype)
+    recorded, rows = evaluation.recorded_validation(), []
+    for run, here in zip(evaluation.options.runs, drafted, strict=True):
+        if run.temperature > 0:
+            continue
+        vocabs = [None if (vocab := engine.draft_vocab(run)) is None else vocab.tolist() for engine in (mine, other)]
+        if vocabs[0] != vocabs[1]:
+            evaluation.warnings.append(f"parity, {evaluation.name_of(run)}: the engines draft from different vocabularies; not compared")
+            continue
+        there = other.decode(run, evaluation.prompts, evaluation.options.batch_size, evaluation.options.max_new_tokens, f"parity, {evaluation.name_of(run)}")
+        engines = {mine.name: here, other.name: there}
+        reference = mine if mine.name == "embedded" else other
+        rows.append(compare(evaluation.prompts, evaluation.name_of(run), engines["embedded"], engines["vllm"], reference, run, recorded))
+        if not rows[-1]["equal"]:
+            evaluation.warnings.append(f"parity, {rows[-1]['name']}: {rows[-1]['verdict']}")
+    other.close()
+    return rows
+
+
+def compare(
+    prompts: Sequence[Prompt], name: str, embedded: Decoded, other: Decoded, reference: Any, run: cfg.EvalRunConfig, recorded: dict[str, Any] | None
+) -> dict[str, Any]:
+    """One row. `reference` is the embedded engine, which computes gaps and simulates faults."""
+    found = differences(prompts, embedded, other, reference, run)
+    total = {key: sum((one.stats for one in each.completions.values()), AcceptanceStats()) for key, each in (("embedded", embedded), ("vllm", other))}
+    equal, words = verdict(found, len(prompts), total["embedded"].num_drafts, total["embedded"].acceptance_rate_at[0])
+    if equal and not found and total["embedded"] != total["vllm"]:
+        equal, words = False, "answers and steps are equal, the counters are not: the engines count otherwise"
+    if any(not one["explained"] for one in found):
+        words += f". {diagnose(prompts, other, reference, run)}"
+    columns = {
+        key: {**one.counters(), "acceptance_length": one.acceptance_length, "acceptance_rate_at": list(one.acceptance_rate_at)} for key, one in total.items()
+    }
+    predicted = recorded and {"acceptance_length": recorded["predicted_acceptance_length"], "acceptance_rate_at": recorded["predicted_acceptance_rate_at"]}
+    return {"name": name, "equal": equal, "verdict": words, "predicted": predicted, **columns, "num_prompts": len(prompts), "differences": found}

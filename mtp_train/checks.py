@@ -1,0 +1,58 @@
+"""The checks of a configuration that types do not make: allowed values, and fields that must fit each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is allowed."""
+    if value not in allowed:
+        raise ValueError(f"{field}={value!r} is not one of {', '.join(allowed)}")
+
+
+def positive(**values: float) -> None:
+    """Raise ValueError naming the first value that is not above 0. Dots are written as two underscores."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name.replace('__', '.')}={value} must be above 0")
+
+
+def check(config: Any) -> None:
+    """Raise ValueError, with the values, for a `config.Config` that cannot work."""
+    one_of("target.dtype", config.target.dtype, ("auto", "fast", "float32", "bfloat16", "float16"))
+    one_of("target.device", config.target.device, ("auto", "cpu", "cuda"))
+    one_of("engine.name", config.engine.name, ("embedded", "vllm"))
+    positive(engine__tensor_parallel_size=config.engine.tensor_parallel_size, engine__timeout_s=config.engine.timeout_s)
+    one_of("data.turns", config.data.turns, ("all", "last"))
+    one_of("precompute.state_dtype", config.precompute.state_dtype, ("float32", "bfloat16", "float16"))
+    one_of("head.kind", config.head.kind, ("mtp",))
+    one_of("head.layout.concat", config.head.layout.concat, ("eh", "he"))
+    one_of("head.layout.recycled", config.head.layout.recycled, ("post", "pre"))
+    one_of("head.init", config.head.init, ("identity",))
+    one_of("train.dtype", config.train.dtype, ("fast", "float32", "bfloat16"))
+    one_of("train.wandb.mode", config.train.wandb.mode, ("disabled", "offline", "online"))
+    for name in ("dtype", "speed_dtype"):
+        one_of(f"eval.{name}", getattr(config.eval, name), ("fast", "float32", "bfloat16", "float16"))
+    for step in config.precompute.steps:
+        one_of("precompute.steps", step, ("demo", "corpus", "rows", "capture", "merge", "verify"))
+    for stage in config.stages:
+        one_of("stages", stage, ("precompute", "train", "export", "eval"))
+    for name in config.export.formats:
+        one_of("export.formats", name, ("vllm", "vllm_plugin", "hf"))
+    for run in config.eval.runs:
+        one_of("eval.runs.draft_sampling", run.draft_sampling, ("greedy", "probabilistic"))
+        positive(eval__runs__num_draft_tokens=run.num_draft_tokens)
+    for source in config.data.train + config.data.validation:
+        one_of("data.form", source.form, ("auto", "messages", "sharegpt", "text"))
+    train = config.train
+    positive(train__num_steps=train.num_steps, train__unroll_steps=train.unroll_steps, train__seq_len=train.seq_len, train__optim__lr=train.optim.lr)
+    positive(train__rows_per_batch=train.rows_per_batch, train__accumulation=train.accumulation, train__save_every=train.save_every)
+    positive(train__loss__chunk_mib=train.loss.chunk_mib, train__log_every=train.log_every, train__keep_last=train.keep_last)
+    positive(data__max_length=config.data.max_length, precompute__num_parts=config.precompute.num_parts, head__num_layers=config.head.num_layers)
+    positive(precompute__batch_tokens=config.precompute.batch_tokens, precompute__shard_tokens=config.precompute.shard_tokens)
+    positive(eval__batch_size=config.eval.batch_size, eval__max_new_tokens=config.eval.max_new_tokens)
+    if config.precompute.part is not None and not 0 <= config.precompute.part < config.precompute.num_parts:
+        raise ValueError(f"precompute.part={config.precompute.part} is not below precompute.num_parts={config.precompute.num_parts}")
+    if train.optim.warmup_steps >= train.num_steps:
+        raise ValueError(f"train.optim.warmup_steps={train.optim.warmup_steps} leaves nothing of train.num_steps={train.num_steps}")

@@ -1,0 +1,186 @@
+"""The real vLLM, on tiny targets that learnt a Markov text: capture, export and acceptance equal the embedded engine's, to the last counter.
+
+These run vLLM inside the test process (it starts in seconds there), so they have a pytest run of their own: see `make test-all`. One test
+starts it as users do, in processes of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eval.run import stage as evaluate
+from mtp_train.config import compose
+from mtp_train.data.shards import ShardReader
+from mtp_train.serving import PLUGIN
+from precompute.run import stage as precompute
+from tests.markov import markov_target, run_overrides, trained_run
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm"),
+]
+
+MLA = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+TARGETS = {  # head sizes that vLLM's attention on CPU takes: multiples of 32
+    "llama_rope3": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "qwen3": {},
+    "deepseek_v2": MLA,
+    "deepseek_v3": {**MLA, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},  # as its config.json says, and transformers takes for granted
+}
+ENGINE = ("engine=vllm", "engine.in_process=true", "engine.timeout_s=60")
+
+
+def runs(*ways):
+    """eval.runs as an override: (K, temperature, draft sampling, draft vocabulary)."""
+    rows = [f"{{num_draft_tokens: {k}, temperature: {t}, draft_sampling: {how}, draft_vocab_size: {vocab}}}" for k, t, how, vocab in ways]
+    return f"eval.runs=[{','.join(rows)}]"
+
+
+def report_of(overrides, *extra):
+    config = compose(*overrides, *extra)
+    evaluate(config)
+    return json.loads((Path(config.run_dir) / "eval-vllm" / "report.json").read_text())
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def trained(request, tmp_path_factory):
+    """(family, overrides) of a run that captured with vLLM, trained and exported."""
+    folder = tmp_path_factory.mktemp(request.param)
+    target = markov_target(request.param, folder / "target", **TARGETS[request.param])
+    return request.param, trained_run(folder, target, *ENGINE)
+
+
+def test_captured_states_equal_the_embedded_engines(trained, tmp_path):
+    _, overrides = trained
+    mine = ShardReader(Path(compose(*overrides).run_dir) / "shards" / "train")
+    assert mine.manifest.engine["name"] == "vllm"
+    other = compose(*overrides, "engine=embedded", f'run_dir="{tmp_path}"')
+    precompute(other)
+    theirs = ShardReader(tmp_path / "shards" / "train")
+    index = {id: place for place, id in enumerate(theirs.ids)}
+    for place, id in enumerate(mine.ids):
+        a, b = mine[place], theirs[index[id]]
+        assert torch.equal(a.input_ids, b.input_ids), "regeneration is greedy, so both engines give the same answers"
+        torch.testing.assert_close(a.hidden_states, b.hidden_states, rtol=1e-5, atol=1e-4)
+
+
+def test_acceptance_equals_the_embedded_engines_to_the_last_counter(trained):
+    family, overrides = trained
+    ways = [(k, 0.0, "greedy", "null") for k in (3, 1, 5)]
+    report = report_of(overrides, runs(*ways), "eval.parity=true", "eval.speed_prompts=2", "eval.speed_batch_sizes=[1,4]")
+    num_checks = 1 if family == "deepseek_v3" else 3  # vLLM cannot draft with this target itself
+    assert [one["passed"] for one in report["checks"]] == [True] * num_checks, report["checks"]
+    assert (report["lossless"]["num_equal"], report["lossless"]["num_prompts"]) == (24, 24)
+    assert [one["K"] for one in report["runs"]] == [3, 1, 5]
+    for one in report["parity"]:
+        assert one["equal"] and not one["differences"], one
+        assert one["vllm"] == one["embedded"]
+    first = report["parity"][0]["vllm"]
+    assert first["num_drafts"] >= 200
+    assert 0.15 <= first["acceptance_rate_at"][0] <= 0.95
+    assert {(row["kind"], row["batch_size"]) for row in report["speed"]} == {(kind, size) for kind in ("plain", "speculative") for size in (1, 4)}
+
+
+def test_sampled_acceptance_is_within_the_interval(trained):
+    family, overrides = trained
+    if family != "llama_rope3":
+        pytest.skip("one target is enough: verification does not depend on it")
+    ways = runs((3, 1.0, "probabilistic", "null"), (3, 1.0, "greedy", "null"))
+    found = report_of(overrides, ways, "eval.self_checks=false")
+    config = compose(*overrides, ways, "engine=embedded")
+    evaluate(config)
+    expected = json.loads((Path(config.run_dir) / "eval" / "report.json").read_text())
+    for one, other in zip(found["runs"], expected["runs"], strict=True):
+        a, b = one["overall"]["acceptance_length"], other["overall"]["acceptance_length"]
+        assert max(a["low"], b["low"]) <= min(a["high"], b["high"]), (a, b)
+
+
+def spoil(folder, change):
+    """Rewrite an exported directory's tensors."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def swap_halves(tensors):
+    tensors["fc.weight"] = torch.cat(tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1).contiguous()
+
+
+def no_gain(tensors):
+    for name in ("enorm.weight", "hnorm.weight"):
+        tensors[name] = torch.ones_like(tensors[name])
+
+
+def no_final_gain(tensors):
+    tensors["norm.weight"] = torch.ones_like(tensors["norm.weight"])
+
+
+@pytest.mark.parametrize(("change", "cause"), [(swap_halves, "halves of eh_proj are swapped"), (no_gain, "enorm and hnorm"), (no_final_gain, "final norm")])
+def test_a_wiring_fault_in_the_engine_is_named(trained, tmp_path, change, cause):
+    family, overrides = trained
+    if family != "llama_rope3":
+        pytest.skip("one target is enough: the faults are of the head")
+    bad = tmp_path / "bad"
+    shutil.copytree(Path(compose(*overrides).run_dir) / "export" / "vllm", bad)
+    spoil(bad, change)
+    report = report_of(overrides, runs((3, 0.0, "greedy", "null")), "eval.parity=true", "eval.self_checks=false", f'eval.vllm_head="{bad}"')
+    (row,) = report["parity"]
+    assert not row["equal"]
+    assert cause in row["verdict"], row["verdict"]
+    assert any("parity" in one for one in report["warnings"])
+
+
+def test_a_dropped_tensor_fails_by_name(trained, tmp_path):
+    _, overrides = trained
+    bad = tmp_path / "bad"
+    shutil.copytree(Path(compose(*overrides).run_dir) / "export" / "vllm", bad)
+    spoil(bad, lambda tensors: tensors.pop("hnorm.weight"))
+    with pytest.raises(ValueError, match=r"hnorm\.weight"):
+        report_of(overrides, runs((3, 0.0, "greedy", "null")), f'eval.vllm_head="{bad}"')
+
+
+def test_the_plugin_keeps_a_reduced_draft_vocabulary(trained):
+    family, overrides = trained
+    if family not in ("llama_rope3", "qwen3"):
+        pytest.skip("DeepSeek layers are served by the stock class alone")
+    report = report_of(overrides, runs((3, 0.0, "greedy", 40)), "eval.parity=true", "eval.self_checks=false")
+    (row,) = report["parity"]
+    assert row["equal"] and row["vllm"] == row["embedded"], row
+    assert report["runs"][0]["draft_vocab_size"] == 40
+
+
+def test_capture_in_processes_of_its_own_resumes(trained, tmp_path):
+    """As users run it. What is captured is not captured again."""
+    family, overrides = trained
+    if family != "llama_rope3":
+        pytest.skip("one target is enough: the processes are the same")
+    target = compose(*overrides).target.path
+    fresh = run_overrides(tmp_path, target, "engine=vllm", "engine.timeout_s=120", "precompute.regenerate.enabled=false", "data.validation=[]")
+    precompute(compose(*fresh))
+    folder = tmp_path / "run" / "shards" / "train"
+    first = ShardReader(folder)
+    states = {id: first[index].hidden_states for index, id in enumerate(first.ids)}
+    assert len(states) == 60
+    lost = sorted(folder.glob("*.safetensors"))[1]
+    lost.unlink()
+    kept = {path: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+    precompute(compose(*fresh))
+    again = ShardReader(folder)
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in kept.items())
+    for index, id in enumerate(again.ids):
+        torch.testing.assert_close(again[index].hidden_states, states[id], rtol=1e-5, atol=1e-4)
+    assert set(again.ids) == set(states)
+
+
+def test_the_plugins_families_are_those_of_the_table():
+    from mtp_vllm.model import LAYERS
+
+    assert tuple(LAYERS) == PLUGIN
