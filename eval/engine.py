@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from mtp_train.checkpoint import LoadedHead
 from mtp_train.config import Config, EvalRunConfig
 from mtp_train.data.shards import ShardReader
 from mtp_train.spec_decode.engine import Completion, Costs
+from mtp_train.spec_decode.stats import AcceptanceStats
 
 
 @dataclass
@@ -31,6 +32,14 @@ class Decoded:
         if self.costs is None:
             return num_tokens / self.seconds
         return (num_tokens - len(self.completions)) / (self.seconds - self.costs.prefill)
+
+
+def check_counters(completions: Iterable[Completion], counted: list[int]) -> None:
+    """Raise ValueError unless an engine's own counters (drafts, draft tokens, accepted, accepted at each position) are the sums over our requests."""
+    total = sum((one.stats for one in completions), AcceptanceStats())
+    mine = [total.num_drafts, total.num_draft_tokens, total.num_accepted_tokens, *total.num_accepted_tokens_per_pos]
+    if total.num_drafts and counted != mine:
+        raise ValueError(f"vLLM counted {counted}, its requests sum to {mine}: another client is using this engine; measure while it is idle")
 
 
 class DraftVocab:
@@ -58,6 +67,7 @@ class EvalEngine(Protocol):
 
     name: str
     title: str  # for the report
+    decodes_plainly: bool
     dtype: str
 
     def load(self, dtype: str) -> None:

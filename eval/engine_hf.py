@@ -31,6 +31,7 @@ class EmbeddedEngine:
     """Slot-cache target and head in this process."""
 
     name = title = "embedded"
+    decodes_plainly = True
 
     def __init__(self, config: cfg.Config, loaded: LoadedHead, stops: frozenset[int], longest: int):
         self.config, self.loaded, self.stops, self.longest = config, loaded, stops, longest

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from eval.engine import Decoded, EvalEngine
 from eval.engine_hf import EmbeddedEngine
+from eval.engine_server import ServerEngine
 from eval.engine_vllm import VllmEngine
 from eval.parity import WIRING, compare_engines, first_difference
 from eval.prompts import read_prompts
@@ -65,7 +66,7 @@ class Evaluation:
         longest = max(len(prompt.token_ids) for prompt in self.prompts)
         self.make: dict[str, Callable[..., EvalEngine]] = {"embedded": EmbeddedEngine, "vllm": VllmEngine}
         self.arguments = (config, self.loaded, stop_ids(self.tokenizer, generation), longest)
-        self.engine: EvalEngine = self.make[config.engine.name](*self.arguments)
+        self.engine: EvalEngine = (ServerEngine if config.eval.server else self.make[config.engine.name])(*self.arguments)
         self.warnings: list[str] = []
         if longest + self.options.max_new_tokens > self.loaded.info.seq_len:
             self.warnings.append(
@@ -165,20 +166,22 @@ class Evaluation:
 
     def write(self, report_dir: Path) -> dict[str, Any]:
         """Measure everything and write the report. Ways of drafting come one after the other: an engine may have to start for each."""
-        ways: list[cfg.EvalRunConfig | None] = [None, *self.options.runs]
+        ways: list[cfg.EvalRunConfig | None] = [*([None] if self.engine.decodes_plainly else []), *self.options.runs]
         self.engine.load(self.dtype(self.options.dtype))
         checks = self.engine.self_checks(self.prompts[:4]) if self.options.self_checks else []
         self.warnings += [f"self-check failed: {one['name']}: {one['found']}" for one in checks if not one["passed"]]
-        once = self.dtype(self.options.speed_dtype) == self.engine.dtype
-        decoded, timed, live = [], [], None
+        once = self.dtype(self.options.speed_dtype) == self.engine.dtype or not self.engine.decodes_plainly
+        plain, live, drafted, timed = None, None, [], []
         for way in ways:
-            decoded.append(self.measure(way))
-            live = live or self.engine.live_validation(self.prompts, decoded[0])
+            if way is None:
+                plain = self.measure(way)
+                live = self.engine.live_validation(self.prompts, plain)
+            else:
+                drafted.append(self.measure(way))
             timed.append(self.time(way) if once else [])
-        plain, drafted = decoded[0], decoded[1:]
         runs = [self.run_row(run, one) for run, one in zip(self.options.runs, drafted, strict=True)]
         greedy = next((one for run, one in zip(self.options.runs, drafted, strict=True) if run.temperature == 0), None)
-        lossless = self.lossless(plain, greedy) if greedy else {"checked": False}
+        lossless = self.lossless(plain, greedy) if plain and greedy else {"checked": False}
         parity = compare_engines(self, drafted) if self.options.parity else None
         if not once:
             self.engine.load(self.dtype(self.options.speed_dtype))

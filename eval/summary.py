@@ -61,6 +61,7 @@ def evenly(prompts: Sequence[Prompt], num: int) -> list[Prompt]:
 
 
 def with_speedup(timed: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Timings of every way of decoding, each against plain decoding (the first way) at its batch size."""
-    plain = {row["batch_size"]: row["tokens_per_second"] for row in timed[0]}
-    return [{**row, "speedup": row["tokens_per_second"] / plain[row["batch_size"]]} for rows in timed for row in rows]
+    """Timings of every way of decoding, each against plain decoding at its batch size (None where that was not timed)."""
+    every = [row for rows in timed for row in rows]
+    plain = {row["batch_size"]: row["tokens_per_second"] for row in every if row["kind"] == "plain"}
+    return [{**row, "speedup": row["tokens_per_second"] / plain[row["batch_size"]] if row["batch_size"] in plain else None} for row in every]

@@ -24,6 +24,8 @@ def check(config: Any) -> None:
     one_of("target.device", config.target.device, ("auto", "cpu", "cuda"))
     one_of("engine.name", config.engine.name, ("embedded", "vllm"))
     positive(engine__tensor_parallel_size=config.engine.tensor_parallel_size, engine__timeout_s=config.engine.timeout_s)
+    if config.eval.server and config.engine.name != "vllm":
+        raise ValueError(f"eval.server={config.eval.server} is a vLLM server, but engine.name={config.engine.name}: add engine=vllm")
     one_of("data.turns", config.data.turns, ("all", "last"))
     one_of("precompute.state_dtype", config.precompute.state_dtype, ("float32", "bfloat16", "float16"))
     one_of("head.kind", config.head.kind, ("mtp",))

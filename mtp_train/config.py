@@ -253,6 +253,8 @@ class EvalConfig:
     """an exported directory (format hf) or a checkpoint"""
     vllm_head: str
     """the exported directory that vLLM serves"""
+    server: Optional[str]  # noqa: UP045
+    """URL of a running `vllm serve` to measure instead of starting an engine"""
     self_checks: bool
     """vllm: first make sure that a draft equal to the target is accepted, and that every tensor of the head is used"""
     parity: bool

@@ -17,6 +17,7 @@ from mtp_train.interfaces import Ends, Sample, Tap, TokenRow
 from mtp_train.spec_decode.engine import Completion, Request
 from mtp_train.spec_decode.stats import AcceptanceStats
 from mtp_vllm import launch
+from mtp_vllm.receiver import Receiver
 
 WINDOW = 64  # captures under way: as many samples may wait in memory
 
@@ -69,8 +70,6 @@ class VllmEngine:
         self.close()
         launch.set_environment(self.options)
         from vllm import SamplingParams
-
-        from mtp_vllm.connector import Receiver
 
         layers = [tap.layer for tap in self.taps]  # vLLM sorts and de-duplicates; ours are sorted, and distinct but for the teacher's
         distinct = sorted(set(layers))

@@ -6,9 +6,17 @@ starts it as users do, in processes of its own.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
 import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -178,6 +186,57 @@ def test_capture_in_processes_of_its_own_resumes(trained, tmp_path):
     for index, id in enumerate(again.ids):
         torch.testing.assert_close(again[index].hidden_states, states[id], rtol=1e-5, atol=1e-4)
     assert set(again.ids) == set(states)
+
+
+@pytest.fixture
+def server(trained):
+    """A `vllm serve` of the trained head, K=3; its URL."""
+    family, overrides = trained
+    if family != "llama_rope3":
+        pytest.skip("one target is enough: HTTP is the same")
+    config = compose(*overrides)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    draft = {"method": "eagle", "model": config.eval.vllm_head, "num_speculative_tokens": 3}
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.target.path, "--port", str(port), "--dtype", "float32", "--enforce-eager",
+        "--max-model-len", "256",
+        "--speculative-config", json.dumps(draft), "--per-request-spec-decode-metrics", "detailed", "--no-enable-prefix-caching",
+    ]  # fmt: skip
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NO_USAGE_STATS": "1"}
+    process = subprocess.Popen(command, env=env, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(240):
+            assert process.poll() is None, "vllm serve ended"
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                break
+            time.sleep(1)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_running_server_is_measured_over_http(trained, server):
+    _, overrides = trained
+    report = report_of(overrides, runs((3, 0.0, "greedy", "null")), f"eval.server={server}", "eval.speed_prompts=2")
+    config = compose(*overrides, runs((3, 0.0, "greedy", "null")), "engine=embedded")
+    evaluate(config)
+    expected = json.loads((Path(config.run_dir) / "eval" / "report.json").read_text())
+    assert report["runs"][0]["overall"] == expected["runs"][0]["overall"]
+    assert server in report["runs"][0]["engine"]
+    assert report["lossless"] == {"checked": False}
+    assert report["speed"][0]["speedup"] is None
+    with pytest.raises(ValueError, match=r"K=5, the server .* drafts 3"):
+        report_of(overrides, runs((5, 0.0, "greedy", "null")), f"eval.server={server}")
+
+
+def test_no_server_is_one_clear_line(trained):
+    with pytest.raises(ValueError, match="nothing answers at http"):
+        report_of(trained[1], runs((3, 0.0, "greedy", "null")), "eval.server=http://127.0.0.1:9")
 
 
 def test_the_plugins_families_are_those_of_the_table():
