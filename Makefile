@@ -37,7 +37,7 @@ demo: $(VENV)/.demo ## the whole pipeline on SmolLM2-135M: a trained head and an
 	$(BIN)/mtp-pipeline experiment=demo
 
 test: $(VENV)/.installed ## the quick tests
-	$(BIN)/python -m pytest -q -m "not slow and not vllm and not slurm and not distributed and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not vllm and not slurm and not distributed and not gpu"
 
 test-all: $(VENV)/.demo $(VENV)/.vllm ## every test that needs no GPU
 	$(BIN)/python -m pytest -q -m "not gpu and not vllm"
