@@ -21,7 +21,7 @@ from mtp_train.heads.mtp import MTPHead
 from mtp_train.spec_decode.engine import Completion
 from mtp_train.spec_decode.stats import AcceptanceStats
 
-GAP = 1e-3  # a near-tie of two float32 logits
+EXPLAINED_GAP = 1e-3  # top-2 logit gap below which two float32 evaluations may disagree
 WIRING = (
     "check that the head belongs to this target, which side of the final norm its feature is taken from, the order of the halves of eh_proj, "
     "the position of the first row, and that the engine shares embedding and lm_head; parity=true names the fault"
@@ -121,7 +121,7 @@ def differences(prompts: Sequence[Prompt], embedded: Decoded, other: Decoded, re
             known = prompt.token_ids + mine.token_ids[:at]
             position = min(row[step] if step < len(row) else 0 for row in steps)
             gap, what, where = reference.draft_gap(known, run, position), f"draft {position + 1}", at
-        out.append({"id": prompt.id, "position": where, "what": what, "top2_gap": gap, "explained": gap < GAP})
+        out.append({"id": prompt.id, "position": where, "what": what, "top2_gap": gap, "explained": gap < EXPLAINED_GAP})
     return out
 
 

@@ -24,7 +24,7 @@ from eval.engine import Decoded, EvalEngine
 from eval.engine_hf import EmbeddedEngine
 from eval.engine_server import ServerEngine
 from eval.engine_vllm import VllmEngine
-from eval.parity import WIRING, compare_engines, first_difference
+from eval.parity import EXPLAINED_GAP, WIRING, compare_engines, first_difference
 from eval.prompts import read_prompts
 from eval.report import terminal_table, write_report
 from eval.summary import evenly, loops, name_of, pieces, training_curve, with_speedup
@@ -42,7 +42,6 @@ from mtp_train.target.identity import target_info
 
 log = logging.getLogger(__name__)
 
-EXPLAINED_GAP = 1e-3  # top-2 logit gap below which two float32 evaluations may disagree
 PARTS = ("propose", "extend", "verify", "commit")
 
 
