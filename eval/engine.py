@@ -57,8 +57,7 @@ class DraftVocab:
         if size >= self.vocab_size:
             return None
         if size not in self.known:
-            counts = ShardReader(self.shards).token_counts(self.vocab_size)
-            self.known[size] = counts.argsort(descending=True, stable=True)[:size].sort().values
+            self.known[size] = ShardReader(self.shards).frequent_tokens(size, self.vocab_size)[0]
         return self.known[size]
 
 

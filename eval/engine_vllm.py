@@ -24,8 +24,9 @@ from eval.engine import Decoded, DraftVocab, check_counters
 from eval.prompts import Prompt
 from mtp_train import config as cfg
 from mtp_train.checkpoint import LoadedHead
-from mtp_train.export import read_vllm, write_plugin
-from mtp_train.spec_decode.engine import Completion, Kind
+from mtp_train.export import read_engine, write_engine
+from mtp_train.serving import class_of
+from mtp_train.spec_decode.engine import Completion, Kind, Request
 from mtp_train.spec_decode.stats import AcceptanceStats
 from mtp_train.target.ends import local_dir
 from mtp_vllm import launch
@@ -67,7 +68,7 @@ class VllmEngine:
         folder = Path(self.folder.name) / str(run.draft_vocab_size)
         if not folder.exists():
             folder.mkdir()
-            write_plugin(folder, LoadedHead(self.loaded.head, self.loaded.info, self.draft_vocab(run)), self.target_config())
+            write_engine(folder, LoadedHead(self.loaded.head, self.loaded.info, self.draft_vocab(run)), self.target_config(), "vllm_plugin")
         return str(folder)
 
     def target_config(self) -> dict[str, Any]:
@@ -75,9 +76,8 @@ class VllmEngine:
 
     def draft_vocab(self, run: cfg.EvalRunConfig) -> Tensor | None:
         """The head's own where the exported class keeps it; of another size, as the embedded engine chooses it."""
-        if run.draft_vocab_size is None:
-            section = json.loads((Path(self.head_dir(run)) / "config.json").read_text()).get("mtp_train", {})
-            return self.loaded.draft_vocab if section.get("draft_vocab_size") else None
+        if run.draft_vocab_size is None and not class_of(json.loads((Path(self.head_dir(run)) / "config.json").read_text())).keeps_draft_vocab:
+            return None
         return self.vocab(run.draft_vocab_size)
 
     def engine(self, run: cfg.EvalRunConfig | None) -> Any:
@@ -109,21 +109,10 @@ class VllmEngine:
         return self._decode(self.engine(run), run, prompts, batch_size, max_new_tokens, what)
 
     def _decode(self, llm: Any, run: cfg.EvalRunConfig | None, prompts: Sequence[Prompt], batch_size: int, max_new_tokens: int, what: str) -> Decoded:
-        from vllm import SamplingParams
-
         heat, seed = (run.temperature if run else 0.0), self.config.eval.seed
-        asks = [
-            launch.Ask(
-                one.id,
-                one.token_ids,
-                SamplingParams(
-                    max_tokens=max_new_tokens, temperature=heat, seed=seed + index if heat else None, stop_token_ids=sorted(self.stops), detokenize=False
-                ),
-            )
-            for index, one in enumerate(prompts)
-        ]
+        requests = [Request(one.id, one.token_ids, max_new_tokens, self.stops, heat, seed + index) for index, one in enumerate(prompts)]
         before, start = self.counters(), time.perf_counter()
-        stream = tqdm(launch.stream(llm, asks, batch_size), total=len(asks), desc=f"{what} (vllm)", unit="prompt", mininterval=5, dynamic_ncols=True)
+        stream = tqdm(launch.stream(llm, requests, batch_size), total=len(requests), desc=f"{what} (vllm)", unit="prompt", mininterval=5, dynamic_ncols=True)
         done = {output.request_id: completion(output, run.num_draft_tokens if run else 0) for output in stream}
         seconds = time.perf_counter() - start
         if run:
@@ -145,7 +134,7 @@ class VllmEngine:
         self.close()
         draft = {"method": "draft_model", "model": self.target_dir, "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
         more = {"per_request_spec_decode_metrics": "detailed", "speculative_config": draft}
-        self.llm = launch.make_llm(self.target_dir, self.dtype, self.config.engine, self.max_length, self.num_seqs, **more)
+        self.llm = launch.make_llm(self.target_dir, self.dtype, self.config.engine, self.max_length, self.num_seqs, eager=True, **more)
         self.key, rows = "perfect draft", []
         for heat in (0.0, 1.0):
             run = cfg.EvalRunConfig(2, heat, "probabilistic", None)
@@ -159,19 +148,17 @@ class VllmEngine:
     def check_tensors(self, prompt: Prompt) -> dict[str, Any]:
         """+1 on each tensor of the exported head, loaded by the engine's own loader, must change the draft's logits."""
         folder, name = self.config.eval.vllm_head, "every tensor of the head is loaded and used"
-        read_vllm(Path(folder), self.loaded.info, self.target_config())  # exact keys and shapes, or an error by name
+        read_engine(Path(folder), self.loaded.info, self.target_config())  # exact keys and shapes, or an error by name
         self.close()
         os.environ[PLAIN_LINEAR] = "1"
         more = {"worker_extension_cls": "mtp_vllm.audit.HeadAudit"}
         draft = {"method": "eagle", "model": str(folder), "num_speculative_tokens": 1}
-        self.llm = launch.make_llm(self.target_dir, self.dtype, self.config.engine, self.max_length, 1, speculative_config=draft, **more)
+        self.llm = launch.make_llm(self.target_dir, self.dtype, self.config.engine, self.max_length, 1, eager=True, speculative_config=draft, **more)
         del os.environ[PLAIN_LINEAR]
         self.llm.collective_rpc("mtp_watch")
 
         def logits(label: str) -> list[float]:
-            from vllm import SamplingParams
-
-            list(launch.stream(self.llm, [launch.Ask(label, prompt.token_ids, SamplingParams(max_tokens=2, temperature=0.0, detokenize=False))], 1))
+            list(launch.stream(self.llm, [Request(label, prompt.token_ids, 2, frozenset(), 0.0, 0)], 1))
             return list(self.llm.collective_rpc("mtp_logits")[0])
 
         with safe_open(Path(folder) / "model.safetensors", "pt") as file:
@@ -186,10 +173,7 @@ class VllmEngine:
 
     def top2_gap(self, token_ids: list[int]) -> float:
         """From the log-probabilities of the two best next tokens: their gap is the logits' own."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=2, detokenize=False)
-        (output,) = launch.stream(self.llm, [launch.Ask("gap", token_ids, params)], 1)
+        (output,) = launch.stream(self.llm, [Request("gap", token_ids, 1, frozenset(), 0.0, 0)], 1, lambda _: {"logprobs": 2})
         best = sorted((one.logprob for one in output.outputs[0].logprobs[0].values()), reverse=True)
         return best[0] - best[1]
 

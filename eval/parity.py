@@ -68,9 +68,10 @@ def _wrap(head: MTPHead, change: Callable[..., tuple[Tensor, Tensor, Tensor]]) -
 
 
 def _identity_norm(head: MTPHead, *names: str) -> None:
+    fresh = head.block.make_norm(head.norm.get_parameter("weight").shape[0]).get_parameter("weight")  # of the family: w or 1 + w
     for name in names:
         weight = head.get_submodule(name).get_parameter("weight")
-        weight.data = torch.zeros_like(weight) if "gemma" in type(head.norm).__name__.lower() else torch.ones_like(weight)
+        weight.data = fresh.data.to(weight)
 
 
 def _pre_norm_state(head: MTPHead, gain: Tensor) -> None:

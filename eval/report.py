@@ -17,7 +17,7 @@ A report is a dictionary. ROW is `spec_decode.stats.summarise`, INT is {"value",
                  plain row of the same batch size; an engine that does not time its parts is timed with its prefill
     examples    [id, domain, prompt, tokens [text, kind first | accepted | recovered | bonus]]
     validation  shards {step, loss, kl, feature, proxy_acceptance_at, top1_match_at, predicted_acceptance_length} | None, live (the same) | None
-    training    [step, loss, kl, feature, lr, tokens_per_second, val_loss?, predicted_acceptance_length?]
+    training    [step, loss, kl, feature, lr, tokens_per_second, val_loss?, predicted_acceptance_length?, decoded_acceptance_length?]
     reproduce   command, config (YAML), provenance {}
 """
 
@@ -202,8 +202,9 @@ def training(report: Report) -> list[Block]:
 
     losses = {name: line(key) for name, key in (("training", "loss"), ("validation", "val_loss")) if line(key)}
     figures = [pieces.curves("Loss by optimiser step", losses)] if losses else []
-    if predicted := line("predicted_acceptance_length"):
-        figures.append(pieces.curves("Predicted acceptance length by step", {"walked over held-out shards": predicted}))
+    names = {"predicted: walked over held-out shards": "predicted_acceptance_length", "decoded, validation prompts": "decoded_acceptance_length"}
+    if lengths := {name: line(key) for name, key in names.items() if line(key)}:
+        figures.append(pieces.curves("Acceptance length by step", lengths))
     keys = ("loss", "kl", "feature", "val_loss", "predicted_acceptance_length")
     table: list[list[Cell]] = [
         [number(row["step"], 0), *(number(row.get(key), 3) for key in keys), number(row.get("lr"), 6), number(row.get("tokens_per_second"), 0)]
@@ -312,19 +313,19 @@ def page_html(report: Report) -> str:
     return pieces.page(report["title"], report["created"] + about, report["warnings"], headline(report), caption, sections(report))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same with null for nan and infinity, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_report(report: Report, out_dir: Path) -> dict[str, Path]:
     """Write report.json, report.md and report.html; returns their paths by format. Raises ValueError where `report` lacks a key."""
     check(report)
-    report = _finite(report)
+    report = finite(report)
     texts = {"json": json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n", "md": markdown(report), "html": page_html(report)}
     paths = {suffix: out_dir / f"report.{suffix}" for suffix in texts}
     for suffix, path in paths.items():

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import AutoTokenizer, GenerationConfig
 
+from eval.card import write_figures
 from eval.engine import Decoded, EvalEngine
 from eval.engine_hf import EmbeddedEngine
 from eval.engine_server import ServerEngine
@@ -31,7 +31,7 @@ from eval.summary import evenly, loops, name_of, pieces, training_curve, with_sp
 from mtp_train import cli
 from mtp_train import config as cfg
 from mtp_train.checkpoint import load_head
-from mtp_train.data.chat import stop_ids
+from mtp_train.data.chat import open_tokenizer
 from mtp_train.data.manifest import Manifest
 from mtp_train.dist import pick_device, pick_dtype
 from mtp_train.metrics import read_metrics
@@ -55,16 +55,14 @@ class Evaluation:
         if not config.eval.runs:
             raise ValueError("eval.runs is empty: nothing to measure")
         self.device = pick_device(config.target.device)
-        folder = local_dir(config.target.path)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").exists() else None
+        self.tokenizer, stops = open_tokenizer(local_dir(config.target.path))
         self.loaded = load_head(config.eval.head)
         self.info = target_info(config.target.path)
         self.loaded.info.target.check(self.info, f"the head {config.eval.head}")
         self.prompts = read_prompts(config.eval.prompts, self.tokenizer, config.eval.num_prompts, config.data.template_kwargs)
         longest = max(len(prompt.token_ids) for prompt in self.prompts)
         self.make: dict[str, Callable[..., EvalEngine]] = {"embedded": EmbeddedEngine, "vllm": VllmEngine}
-        self.arguments = (config, self.loaded, stop_ids(self.tokenizer, generation), longest)
+        self.arguments = (config, self.loaded, stops, longest)
         self.engine: EvalEngine = (ServerEngine if config.eval.server else self.make[config.engine.name])(*self.arguments)
         self.warnings: list[str] = []
         if longest + self.options.max_new_tokens > self.loaded.info.seq_len:
@@ -239,6 +237,8 @@ def stage(config: cfg.Config) -> None:
     else:
         stamp.unlink(missing_ok=True)
         report = Evaluation(config).write(report_dir)
+        for card in write_figures(Path(config.eval.head), report, report_dir):
+            log.info("figures added to %s", card)
         stamp.write_text(json.dumps(mark))
     sys.stdout.write(terminal_table(report) + f"\nreport: {report_dir / 'report.html'}\n")
 

@@ -45,7 +45,9 @@ def training_curve(run_dir: Path) -> list[dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
     for line in read_metrics(run_dir / "metrics.jsonl"):
         row = steps.setdefault(line["step"], {"step": line["step"]})
-        if "val_loss" in line:
+        if "decoded_acceptance_length" in line:
+            row.update(decoded_acceptance_length=line["decoded_acceptance_length"])
+        elif "val_loss" in line:
             row.update(val_loss=line["val_loss"], predicted_acceptance_length=line["val_predicted_acceptance_length"])
         else:
             row.update({key: line[key] for key in ("loss", "kl", "feature", "lr", "tokens_per_second")})

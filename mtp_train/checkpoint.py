@@ -6,6 +6,7 @@
         target_config.json     the target's own config.json: the block is built from it
         optimizer.safetensors  moments, by parameter name
         state.json             step, position in the data, figures of the last validation
+        acceptance.json        measured by decoding (train.validate_with), added later
 
 A directory without state.json (written last, then renamed with the rest) is not a checkpoint.
 """
@@ -29,6 +30,7 @@ from mtp_train.heads.table import build_head
 from mtp_train.interfaces import Tap, TargetInfo
 from mtp_train.provenance import atomic_dir
 
+ACCEPTANCE = "acceptance.json"
 CONVENTION = "row t of step k embeds token t+k+1, reads the post-norm state h_t (step 0) or its own last feature, rope position t+k, predicts token t+k+2"
 
 
@@ -159,7 +161,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def choose(root: Path, which: str) -> Path:
-    """ "last", "best" (by predicted acceptance length; the later one of equals) or a directory. Raises FileNotFoundError."""
+    """ "last", "best" (by `score`; the later one of equals) or a directory. Raises FileNotFoundError."""
     if which not in ("best", "last"):
         return Path(which)
     found = checkpoints(root)
@@ -168,9 +170,11 @@ def choose(root: Path, which: str) -> Path:
     return found[-1] if which == "last" else max(found, key=lambda path: (score(path), path))
 
 
-def score(path: Path) -> float:
-    """Predicted acceptance length at this checkpoint; 0 where none was measured."""
-    return (read_state(path).get("validation") or {}).get("predicted_acceptance_length") or 0.0
+def score(path: Path) -> tuple[bool, float]:
+    """Acceptance length at this checkpoint: measured in decoding, which comes before any that is only predicted; 0 where there is none."""
+    if (path / ACCEPTANCE).exists():
+        return True, json.loads((path / ACCEPTANCE).read_text())["acceptance_length"]["value"] or 0.0  # null: no draft was made
+    return False, (read_state(path).get("validation") or {}).get("predicted_acceptance_length") or 0.0
 
 
 def prune(root: Path, keep_last: int) -> None:

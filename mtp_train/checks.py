@@ -33,6 +33,8 @@ def check(config: Any) -> None:
     one_of("head.layout.recycled", config.head.layout.recycled, ("post", "pre"))
     one_of("head.init", config.head.init, ("identity",))
     one_of("train.dtype", config.train.dtype, ("fast", "float32", "bfloat16"))
+    if config.train.validate_with is not None:
+        one_of("train.validate_with", config.train.validate_with, ("embedded", "vllm"))
     one_of("train.wandb.mode", config.train.wandb.mode, ("disabled", "offline", "online"))
     for name in ("dtype", "speed_dtype"):
         one_of(f"eval.{name}", getattr(config.eval, name), ("fast", "float32", "bfloat16", "float16"))
@@ -41,7 +43,7 @@ def check(config: Any) -> None:
     for stage in config.stages:
         one_of("stages", stage, ("precompute", "train", "export", "eval"))
     for name in config.export.formats:
-        one_of("export.formats", name, ("vllm", "vllm_plugin", "hf"))
+        one_of("export.formats", name, ("vllm", "vllm_plugin", "sglang", "hf"))
     for run in config.eval.runs:
         one_of("eval.runs.draft_sampling", run.draft_sampling, ("greedy", "probabilistic"))
         positive(eval__runs__num_draft_tokens=run.num_draft_tokens)

@@ -8,7 +8,8 @@ import logging
 import os
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -66,22 +67,34 @@ def help_text(name: str, doc: str) -> str:
     return HELP.format(name=name, doc=doc.strip(), groups="\n".join(groups), fields="\n".join(describe(Config)))
 
 
+def set_up_logging() -> None:
+    """Our own messages to stderr; what libraries say at this level is not for our users."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    for package in ("mtp_train", "precompute", "eval", "__main__"):
+        logging.getLogger(package).setLevel(logging.INFO)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What a user did wrong (a ValueError, a missing file) becomes one clear line and exit code 1. MTP_TRACEBACK=1 shows where it was raised."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if "MTP_TRACEBACK" in os.environ:
+            raise
+        sys.exit(f"error: {error}")
+
+
 def main(doc: str, stage: Callable[[Config], None]) -> None:
     """The command line of a stage: compose, check, run. A ValueError or missing file becomes one clear line and exit code 1."""
     if {"--help", "-h"} & set(sys.argv[1:]):
         sys.stdout.write(help_text(Path(sys.argv[0]).name, doc))
         return
 
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    for package in ("mtp_train", "precompute", "eval", "__main__"):  # what libraries say at this level is not for our users
-        logging.getLogger(package).setLevel(logging.INFO)
+    set_up_logging()
 
     def run(composed: DictConfig) -> None:
-        try:
+        with one_line_errors():
             stage(load(composed))
-        except (ValueError, OSError) as error:
-            if "MTP_TRACEBACK" in os.environ:
-                raise
-            sys.exit(f"error: {error}")
 
     hydra.main(version_base=None, config_path=str(CONF_DIR), config_name="pipeline")(run)()

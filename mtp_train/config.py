@@ -217,8 +217,10 @@ class TrainConfig:
     """steps between validations on held-out shards; 0: only at the end"""
     save_every: int
     """steps between checkpoints"""
+    validate_with: Optional[str]  # noqa: UP045
+    """embedded or vllm: a second process decodes the validation prompts (64, or eval.num_prompts) with each checkpoint, and its acceptance chooses the best"""
     keep_last: int
-    """checkpoints kept; the best one by predicted acceptance length is always kept"""
+    """checkpoints kept; the best one, by measured or else by predicted acceptance length, is always kept"""
     resume: bool
     """go on from the newest complete checkpoint of the run directory"""
     wandb: WandbConfig
@@ -228,7 +230,7 @@ class TrainConfig:
 @dataclass
 class ExportConfig:
     formats: list[str]
-    """hf, vllm (stock class where one fits, else our plugin) and/or vllm_plugin (keeps a reduced draft vocabulary)"""
+    """hf, vllm (stock class where one fits, else our plugin), vllm_plugin (keeps a reduced draft vocabulary) and/or sglang"""
     checkpoint: str
     """best, last or a checkpoint directory"""
 
@@ -319,6 +321,11 @@ def load(composed: DictConfig) -> Config:
     assert isinstance(config, Config)
     check(config)
     return config
+
+
+def read(path: Path) -> Config:
+    """The configuration of a finished or running stage, from the `config.yaml` that it left."""
+    return load(OmegaConf.create(path.read_text(encoding="utf-8")))  # type: ignore[arg-type]
 
 
 def compose(*overrides: str) -> Config:

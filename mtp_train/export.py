@@ -3,6 +3,7 @@
     hf            <run_dir>/export/hf            head.json, target_config.json, head.safetensors: read back by mtp_train.checkpoint.load_head
     vllm          <run_dir>/export/vllm          for vLLM, as the stock class where one fits, else for our plugin (serving.py has the table)
     vllm_plugin   <run_dir>/export/vllm_plugin   for our plugin always: it keeps a reduced draft vocabulary
+    sglang        <run_dir>/export/sglang        for SGLang, which does not run on CPU: written and checked by names and shapes, never loaded here
 
 Every key is audited before writing, and the file is read back and compared with the head: a loader that skips a tensor would silently
 serve a broken draft. `mtp-eval engine=vllm` goes on from there: it proves in the loaded engine that every tensor is used.
@@ -26,42 +27,31 @@ from mtp_train import config as cfg
 from mtp_train.checkpoint import HeadInfo, LoadedHead, choose, head_tensors, load_exactly, load_head, write_head
 from mtp_train.heads.table import build_head
 from mtp_train.provenance import atomic_dir, sha256, write_provenance
-from mtp_train.serving import CLASSES, choose_class
+from mtp_train.serving import EngineClass, choose_class, class_of
 
 log = logging.getLogger(__name__)
 
 
-def read_vllm(folder: Path, info: HeadInfo, target_config: dict[str, Any]) -> LoadedHead:
-    """The head of a vLLM directory, strictly: the directory carries tensors and engine config, `info` says what they are."""
+def read_engine(folder: Path, info: HeadInfo, target_config: dict[str, Any]) -> LoadedHead:
+    """The head of an engine's directory, strictly: the directory carries tensors and engine config, `info` says what they are."""
     head = build_head(info.config, AutoConfig.for_model(**target_config))
     shapes = {name: parameter.shape for name, parameter in head.named_parameters()}
-    config = json.loads((folder / "config.json").read_text())
-    kind = CLASSES["plugin" if "mtp_train" in config else "stock"]
+    kind = class_of(json.loads((folder / "config.json").read_text()))
     tensors = kind.from_engine(load_file(folder / "model.safetensors"), shapes, target_config)
     draft_vocab = tensors.pop("draft_vocab", None)
     load_exactly(head, tensors, str(folder))
     return LoadedHead(head.eval().requires_grad_(False), info, draft_vocab)
 
 
-def write_hf(folder: Path, loaded: LoadedHead, target_config: dict[str, Any]) -> None:
-    """The neutral format."""
-    write_head(folder, loaded.head, loaded.info, loaded.draft_vocab, target_config)
-
-
-def write_vllm(folder: Path, loaded: LoadedHead, target_config: dict[str, Any], wanted: str = "auto") -> None:
+def write_engine(folder: Path, loaded: LoadedHead, target_config: dict[str, Any], engine_format: str = "vllm") -> None:
     """Weights and config.json of the class that the table gives, and a card with the command that serves them."""
-    kind, why = choose_class(loaded.info.config, target_config, loaded.draft_vocab is not None, wanted)
-    log.info("vllm: %s", why)
+    kind, why = choose_class(loaded.info.config, target_config, loaded.draft_vocab is not None, engine_format)
+    log.info("%s: %s", engine_format, why)
     size = None if loaded.draft_vocab is None else len(loaded.draft_vocab)
     save_file(kind.to_engine(head_tensors(loaded.head, loaded.draft_vocab), target_config), folder / "model.safetensors", metadata={"format": "pt"})
-    config = kind.config(loaded.info.config, target_config, size) | {"torch_dtype": loaded.info.target.dtype}
+    config = kind.config(loaded.info.config, target_config, size) | {"architectures": [kind.architecture], "torch_dtype": loaded.info.target.dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "README.md").write_text(model_card(loaded.info, why))
-
-
-def write_plugin(folder: Path, loaded: LoadedHead, target_config: dict[str, Any]) -> None:
-    """As `write_vllm`, for our plugin."""
-    write_vllm(folder, loaded, target_config, "plugin")
+    (folder / "README.md").write_text(model_card(loaded.info, kind, why))
 
 
 CARD = """# MTP draft head for {target}
@@ -69,25 +59,21 @@ CARD = """# MTP draft head for {target}
 Trained by mtp-train, step {step}, unrolled over {steps} drafted tokens. It drafts for exactly this target (weights {hash}...).
 Engine class: {why}.
 
-    vllm serve {target} --speculative-config '{speculative}'
+    {command}
 
-Output stays the target's own: every draft is verified. Acceptance and speed, with their provenance: `eval/report.md` of the run that made this
-directory (`mtp-eval engine=vllm`).
+Output stays the target's own: every draft is verified.
 """
 
 
-def model_card(info: HeadInfo, why: str) -> str:
-    """How vLLM serves the directory, and what it is."""
-    speculative = json.dumps({"method": "eagle", "model": "<this directory>", "num_speculative_tokens": info.unroll_steps})
-    return CARD.format(target=info.target.name, step=info.step, steps=info.unroll_steps, hash=info.target.weights_hash[:12], why=why, speculative=speculative)
-
-
-WRITERS = {"hf": write_hf, "vllm": write_vllm, "vllm_plugin": write_plugin}
+def model_card(info: HeadInfo, kind: EngineClass, why: str) -> str:
+    """How an engine serves the directory, and what it is. `mtp-eval` adds what it measured."""
+    command = kind.command.format(target=info.target.name, steps=info.unroll_steps, drafted=info.unroll_steps + 1)
+    return CARD.format(target=info.target.name, step=info.step, steps=info.unroll_steps, hash=info.target.weights_hash[:12], why=why, command=command)
 
 
 def check_written(folder: Path, name: str, loaded: LoadedHead, target_config: dict[str, Any]) -> None:
     """Read the directory back and compare every tensor."""
-    again = load_head(folder) if name == "hf" else read_vllm(folder, loaded.info, target_config)
+    again = load_head(folder) if name == "hf" else read_engine(folder, loaded.info, target_config)
     for key, tensor in head_tensors(loaded.head, None).items():
         assert torch.equal(head_tensors(again.head, None)[key], tensor), f"{folder}: {key} was not written as it is"
 
@@ -108,7 +94,10 @@ def export(config: cfg.Config) -> None:
         if folder.exists():
             shutil.rmtree(folder)
         with atomic_dir(folder) as temporary:
-            WRITERS[name](temporary, loaded, target_config)
+            if name == "hf":
+                write_head(temporary, loaded.head, loaded.info, loaded.draft_vocab, target_config)
+            else:
+                write_engine(temporary, loaded, target_config, name)
             check_written(temporary, name, loaded, target_config)
             write_provenance(temporary, asdict(config))
             (temporary / "source.sha256").write_text(mark)

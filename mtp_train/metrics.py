@@ -77,6 +77,15 @@ class Metrics:
         self._write({"step": step, **{f"val_{key}": value for key, value in figures.items()}})
         self.bar.write(f"step {step}: validation loss {figures['loss']:.3f}, predicted acceptance length {figures['predicted_acceptance_length']:.3f}")
 
+    def decoded(self, row: dict[str, Any]) -> None:
+        """Take in what a checkpoint was measured to accept, some steps after it was saved."""
+        length, step = row["acceptance_length"]["value"] or 1.0, row["step"]  # null: no draft was made
+        rates = [rate["value"] for rate in row["acceptance_rate_at"]]
+        self.file.write(json.dumps({"step": step, "decoded_acceptance_length": length, "decoded_acceptance_rate_at": rates}) + "\n")
+        if self.wandb:
+            self.wandb.log({"decoded_acceptance_length": length, "decoded_step": step})  # wandb's own step cannot go back
+        self.bar.write(f"step {step}: acceptance length {length:.3f} in decoding ({row['engine']}, {row['num_prompts']} prompts)")
+
     def close(self) -> None:
         """Close the sinks."""
         self.file.close()

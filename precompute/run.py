@@ -3,7 +3,8 @@
     corpus   read the sources, check every conversation, count what is rejected      -> data/<split>.conversations.jsonl
     rows     the target's own answers (regenerate.enabled) or the corpus' ones       -> data/<split>.rows-<part>.jsonl
     capture  run the target over the rows and store its hidden states                -> shards/<split>/part-*.safetensors
-    merge    make the one manifest when every part is complete; verify re-hashes it
+    merge    make the one manifest when every part is complete
+    verify   re-hash every shard, and hold the teacher states against the target's own greedy answers
 
 <split> is train and validation. Every step leaves what is complete alone and goes on where a killed run was. With num_parts > 1 many
 workers (part=0, part=1, ...) share the rows and capture steps.
@@ -18,12 +19,12 @@ from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig
+import torch
 
 from mtp_train import cli
 from mtp_train import config as cfg
 from mtp_train.data import manifest, shards
-from mtp_train.data.chat import Tally, check_template, prompt_ids, stop_ids, tokenize
+from mtp_train.data.chat import Tally, check_template, open_tokenizer, prompt_ids, tokenize
 from mtp_train.data.corpus import BadRow, read_corpus
 from mtp_train.dist import pick_device, pick_dtype
 from mtp_train.interfaces import Conversation, Reject, Tap, TokenRow
@@ -38,6 +39,8 @@ from precompute.regenerate import Journal, Regenerator
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "validation")
+AUDITED_ROWS = 64
+AGREEMENT = 0.95  # of greedy answers; bfloat16 flips near-ties
 
 
 class Precompute:
@@ -53,10 +56,7 @@ class Precompute:
     def open_target(self) -> None:
         """Identity and tokenizer of the target (its weights are loaded when first needed)."""
         self.info = target_info(self.config.target.path)
-        folder = local_dir(self.config.target.path)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").exists() else None
-        self.stops = stop_ids(self.tokenizer, generation)
+        self.tokenizer, self.stops = open_tokenizer(local_dir(self.config.target.path))
         self.taps = (*(Tap(layer, "pre") for layer in self.options.tap_layers), Tap(self.info.num_layers, "post"))
 
     @cached_property
@@ -192,6 +192,28 @@ class Precompute:
             writer.add(sample)
         writer.finish()
 
+    def audit(self, which: str) -> None:
+        """Teacher states through lm_head must give the target's own greedy answers again. Raises ValueError: a fault of capture, which training would not show.
+
+        Nothing to hold against where answers are sampled or come from the corpus.
+        """
+        regenerate = self.options.regenerate
+        if not regenerate.enabled or regenerate.temperature > 0:
+            return
+        reader, ends = shards.ShardReader(self.shards_dir(which)), FrozenEnds.from_pretrained(self.config.target.path, torch.float32)
+        right = seen = 0
+        for index in range(0, len(reader), max(1, len(reader) // AUDITED_ROWS)):
+            sample = reader[index]
+            marked = sample.loss_mask[1:]
+            predicted = ends.logits(sample.hidden_states[:-1, -1][marked].float()).argmax(-1)
+            right, seen = right + int((predicted == sample.input_ids[1:][marked]).sum()), seen + len(predicted)
+        if right < AGREEMENT * seen:
+            raise ValueError(
+                f"{self.shards_dir(which)}: the stored teacher states predict {right} of {seen} tokens of the target's own greedy answers "
+                f"(expected {AGREEMENT:.0%}): the capture took another layer, or the state before the final norm, or another target"
+            )
+        log.info("%s: the teacher states give %d of %d tokens of the target's own answers again", which, right, seen)
+
     def predict(self, which: str, num_rows: int, num_tokens: int) -> int:
         """Say how much will be written; returns bytes."""
         needed = state_bytes(num_tokens, len(self.taps), self.info.hidden_size, self.options.state_dtype)
@@ -263,6 +285,7 @@ class Precompute:
                 )
             if "verify" in steps and self.options.part is None:
                 shards.verify(self.shards_dir(which))
+                self.audit(which)
         if "engine" in vars(self):
             self.engine.close()
         write_provenance(self.run_dir / "shards", asdict(self.config))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mtp_train.config import compose
@@ -70,6 +72,34 @@ def markov_target(family, folder, steps=150, **overrides):
         optimizer.step()
         optimizer.zero_grad()
     return save_tiny(model.eval(), folder)
+
+
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+COMPRESSED = {  # as llm-compressor writes W8A8: weights by channel, activations by token
+    "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {
+        "targets": ["Linear"],
+        "weights": {**INT8, "strategy": "channel", "dynamic": False},
+        "input_activations": {**INT8, "strategy": "token", "dynamic": True},
+    }},
+}  # fmt: skip
+
+
+def quantised(target, folder):
+    """A copy of a saved target whose layers are int8; embeddings, norms and lm_head stay plain."""
+    shutil.copytree(target, folder)
+    tensors, out = load_file(folder / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        if ".layers." not in name or tensor.dim() != 2:
+            out[name] = tensor
+            continue
+        scale = tensor.abs().amax(1, keepdim=True) / 63  # not 127: vLLM's int8 product saturates on CPUs without VNNI
+        out[name] = (tensor / scale).round().clamp(-128, 127).to(torch.int8)
+        out[name.replace(".weight", ".weight_scale")] = scale
+    save_file(out, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": COMPRESSED}))
+    return folder
 
 
 def run_overrides(folder, target, *extra):

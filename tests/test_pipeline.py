@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -220,3 +221,33 @@ def test_a_regeneration_cut_in_the_middle_goes_on_at_the_answer(overrides, tmp_p
     kept = {json.loads(line)["id"] for line in (tmp_path / "cut.journal").read_text().splitlines()[1:8]}
     assert len(kept) == 7
     assert not kept & set(again.asked[: len(conversations) - 7]), "what was kept is not asked for again"
+
+
+class WrongCapture:
+    """An engine whose states are spoiled on their way."""
+
+    def __init__(self, engine, spoil):
+        self.inner, self.info, self.generate, self.close, self.spoil = engine, engine.info, engine.generate, engine.close, spoil
+
+    def capture(self, rows, batch_tokens):
+        for sample in self.inner.capture(rows, batch_tokens):
+            yield replace(sample, hidden_states=self.spoil(sample.hidden_states))
+
+
+@pytest.mark.parametrize("fault", ["none", "before the final norm", "another layer", "shifted by a token"])
+def test_a_wrong_capture_is_found_by_the_audit(overrides, target_dir, fault):
+    run = Precompute(compose(*overrides, "precompute.tap_layers=[1]"))
+    run.open_target()
+    gain = FrozenEnds.from_pretrained(target_dir, torch.float32).norm_weight
+    spoils = {
+        "none": lambda states: states,
+        "before the final norm": lambda states: states / gain,
+        "another layer": lambda states: states[:, [0, 0]],
+        "shifted by a token": lambda states: states.roll(1, 0),
+    }
+    run.engine = WrongCapture(run.engine, spoils[fault])
+    if fault == "none":
+        run.run()
+        return
+    with pytest.raises(ValueError, match="teacher states predict"):
+        run.run()

@@ -22,13 +22,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from eval.checkpoints import measure_all
 from eval.run import stage as evaluate
 from mtp_train.config import compose
 from mtp_train.data.shards import ShardReader
 from mtp_train.serving import PLUGIN
+from mtp_train.target.ends import FrozenEnds
+from mtp_train.train import train
 from precompute.run import stage as precompute
-from tests.markov import markov_target, run_overrides, trained_run
+from tests.markov import markov_target, quantised, run_overrides, trained_run
 
 pytestmark = [
     pytest.mark.vllm,
@@ -53,6 +57,7 @@ def runs(*ways):
 
 def report_of(overrides, *extra):
     config = compose(*overrides, *extra)
+    (Path(config.run_dir) / "eval-vllm" / "done.json").unlink(missing_ok=True)  # a finished report would be left as it is
     evaluate(config)
     return json.loads((Path(config.run_dir) / "eval-vllm" / "report.json").read_text())
 
@@ -110,6 +115,68 @@ def test_sampled_acceptance_is_within_the_interval(trained):
         assert max(a["low"], b["low"]) <= min(a["high"], b["high"]), (a, b)
 
 
+def faulty_class(fault, gain):
+    """Our plugin's head, wrongly wired inside vLLM. Prompts are decoded one by one, so a pass over one row is a step of the chain."""
+    from mtp_vllm.model import MTPTrainHead
+
+    class Faulty(MTPTrainHead):
+        def load_weights(self, weights):
+            super().load_weights(weights)
+            if fault == "the final norm of the head is missing":
+                self.model.norm = torch.nn.Identity()
+
+        def forward(self, input_ids, positions, hidden_states, inputs_embeds=None):
+            chain = len(input_ids) == 1
+            if fault == "the feature is taken before the target's final norm" and not chain:
+                hidden_states = hidden_states / gain
+            if fault == "positions of the chain are off by one" and chain:
+                positions = positions - 1
+            if fault == "the embedding is not the target's":
+                self.model.embed_tokens = lambda ids: torch.zeros(len(ids), len(gain))
+            return super().forward(input_ids, positions, hidden_states, inputs_embeds)
+
+    return Faulty
+
+
+@contextlib.contextmanager
+def serving(kind):
+    """vLLM with another class in the place of our plugin's."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.model_loader import utils
+
+    def put(there):
+        ModelRegistry.register_model("EagleMTPTrainHead", there)
+        utils._MODEL_ARCH_BY_HASH.clear()  # what it looked up before
+
+    put(kind)
+    try:
+        yield
+    finally:
+        put("mtp_vllm.model:MTPTrainHead")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "the final norm of the head is missing",
+        "the feature is taken before the target's final norm",
+        "positions of the chain are off by one",
+        "the embedding is not the target's",
+    ],
+)
+def test_a_wiring_fault_in_the_engines_own_code_is_named(trained, fault):
+    family, overrides = trained
+    if family != "llama_rope3":
+        pytest.skip("one target is enough: the faults are of the head")
+    gain = FrozenEnds.from_pretrained(compose(*overrides).target.path, torch.float32).norm_weight
+    whole = 10**9  # by our plugin, from the whole vocabulary
+    with serving(faulty_class(fault, gain)):
+        report = report_of(overrides, runs((3, 0.0, "greedy", whole)), "eval.parity=true", "eval.self_checks=false", "eval.batch_size=1")
+    (row,) = report["parity"]
+    assert not row["equal"]
+    assert fault in row["verdict"], row["verdict"]
+
+
 def spoil(folder, change):
     """Rewrite an exported directory's tensors."""
     path = folder / "model.safetensors"
@@ -131,9 +198,16 @@ def no_final_gain(tensors):
     tensors["norm.weight"] = torch.ones_like(tensors["norm.weight"])
 
 
-@pytest.mark.parametrize(("change", "cause"), [(swap_halves, "halves of eh_proj are swapped"), (no_gain, "enorm and hnorm"), (no_final_gain, "final norm")])
-def test_a_wiring_fault_in_the_engine_is_named(trained, tmp_path, change, cause):
-    family, overrides = trained
+def transpose(tensors):
+    tensors["fc.weight"] = torch.cat([half.T for half in tensors["fc.weight"].chunk(2, dim=1)], dim=1).contiguous()
+
+
+FILE_FAULTS = {swap_halves: "halves of eh_proj are swapped", transpose: "transposed", no_gain: "enorm and hnorm", no_final_gain: "final norm"}
+
+
+@pytest.mark.parametrize("change", FILE_FAULTS)
+def test_a_wiring_fault_in_the_file_is_named(trained, tmp_path, change):
+    (family, overrides), cause = trained, FILE_FAULTS[change]
     if family != "llama_rope3":
         pytest.skip("one target is enough: the faults are of the head")
     bad = tmp_path / "bad"
@@ -144,6 +218,60 @@ def test_a_wiring_fault_in_the_engine_is_named(trained, tmp_path, change, cause)
     assert not row["equal"]
     assert cause in row["verdict"], row["verdict"]
     assert any("parity" in one for one in report["warnings"])
+
+
+class Fake8(torch.nn.Linear):
+    """W8A8 by definition: weights int8 by channel, inputs int8 by token."""
+
+    def forward(self, x):
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+        return torch.nn.functional.linear((x / scale).round() * scale, self.weight)
+
+
+def fake_int8(model, folder):
+    """The target that `folder` quantised, computed in float32 by transformers with rounded inputs and weights."""
+    stored = load_file(folder / "model.safetensors")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and f"{name}.weight_scale" in stored:
+            module.__class__ = Fake8
+            module.weight.data = stored[f"{name}.weight"].float() * stored[f"{name}.weight_scale"]
+    return model
+
+
+def test_checkpoints_are_measured_by_vllm_as_by_the_embedded_engine(trained, tmp_path):
+    family, overrides = trained
+    if family not in ("llama_rope3", "qwen3"):
+        pytest.skip("a stock class and the plugin are enough")
+    found = {}
+    for engine in ("vllm", "embedded"):
+        run = tmp_path / engine
+        shutil.copytree(Path(compose(*overrides).run_dir), run, ignore=shutil.ignore_patterns("export", "eval*"))
+        assert measure_all(run, engine, watch=False) == 2
+        found[engine] = {row["step"]: row["counters"] for row in map(json.loads, (run / "acceptance.jsonl").read_text().splitlines())}
+    assert found["vllm"] == found["embedded"]
+
+
+def test_a_quantised_target_is_captured_trained_for_and_served(trained, tmp_path):
+    family, overrides = trained
+    if family != "llama_rope3":
+        pytest.skip("one target is enough: its layers are vLLM's business")
+    plain = Path(compose(*overrides).target.path)
+    target = quantised(plain, tmp_path / "int8")
+    mine = trained_run(tmp_path, target, *ENGINE)
+    reader = ShardReader(Path(compose(*mine).run_dir) / "shards" / "train")
+    assert reader.manifest.target.quantisation == "compressed-tensors"
+    model = fake_int8(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32), target)
+    for index in range(4):
+        sample = reader[index]
+        expected = model(sample.input_ids[None], output_hidden_states=True).hidden_states[-1][0]
+        error = (sample.hidden_states[:, -1] - expected).norm() / expected.norm()
+        assert error < 2e-3, "the two round alike, but for near-halves"
+    report = report_of(mine, runs((3, 0.0, "greedy", "null")), "eval.self_checks=false")
+    assert json.loads((Path(compose(*mine).eval.vllm_head) / "config.json").read_text())["architectures"] == ["EagleMTPTrainHead"]
+    assert report["lossless"]["num_equal"] >= 23, report["lossless"]
+    assert 0.15 <= report["runs"][0]["overall"]["acceptance_rate_at"][0]["value"] <= 0.95
+    with pytest.raises(ValueError, match=r"quantisation: 'compressed-tensors' there, 'none' here"):
+        train(compose(*mine, f'target.path="{plain}"', "train.resume=false"))
 
 
 def test_a_dropped_tensor_fails_by_name(trained, tmp_path):

@@ -12,9 +12,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
+from transformers import AutoTokenizer, GenerationConfig
 
 from mtp_train.data.corpus import BadRow
 from mtp_train.interfaces import Conversation, Reject, TokenRow
@@ -92,6 +94,13 @@ def stop_ids(tokenizer: Any, generation_config: Any = None) -> frozenset[int]:
     for value in (tokenizer.eos_token_id, getattr(generation_config, "eos_token_id", None)):
         found |= {value} if isinstance(value, int) else set(value or ())
     return frozenset(found)
+
+
+def open_tokenizer(folder: Path) -> tuple[Any, frozenset[int]]:
+    """A target's tokenizer, and the tokens that end its answers."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").exists() else None
+    return tokenizer, stop_ids(tokenizer, generation)
 
 
 def _end_of_turn(span: list[int], tokenizer: Any) -> int:

@@ -270,6 +270,12 @@ class ShardReader:
             counts += file.get_tensor("input_ids")[file.get_tensor("loss_mask")].bincount(minlength=vocab_size)
         return counts
 
+    def frequent_tokens(self, size: int, vocab_size: int) -> tuple[Tensor, float]:
+        """The `size` most frequent training targets (size,), sorted ids, filled up with the lowest; and the share of all targets that they cover."""
+        counts = self.token_counts(vocab_size)
+        chosen = counts.argsort(descending=True, stable=True)[:size].sort().values
+        return chosen, float(counts[chosen].sum() / counts.sum())
+
     def _read(self, i: int, name: str) -> Tensor:
         rows: Tensor = self._file(int(self._shard_of[i])).get_slice(name)[int(self._starts[i]) : int(self._stops[i])]
         return rows.clone()  # a write into a view of the map would show in later reads
