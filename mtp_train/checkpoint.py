@@ -4,10 +4,11 @@
         head.safetensors       the trained tensors (and draft_vocab, where there is one); no embedding, no lm_head
         head.json              head config, target identity, taps, convention: all that is needed to use the head
         target_config.json     the target's own config.json: the block is built from it
-        optimizer.safetensors  moments, by parameter name
-        state.json             step, position in the data, figures of the last validation
+        optimizer.safetensors  moments, by parameter name; where weights are averaged, head.safetensors is the average, the weights are here
+        state.json             step, position in the data, unfinished log line, figures of the last validation
         acceptance.json        measured by decoding (train.validate_with), added later
 
+All ranks' shards are gathered first, so a checkpoint does not depend on how many there were.
 A directory without state.json (written last, then renamed with the rest) is not a checkpoint.
 """
 
@@ -72,9 +73,9 @@ def head_tensors(head: nn.Module, draft_vocab: Tensor | None) -> dict[str, Tenso
     return tensors if draft_vocab is None else {**tensors, "draft_vocab": draft_vocab.cpu()}
 
 
-def write_head(folder: Path, head: nn.Module, info: HeadInfo, draft_vocab: Tensor | None, target_config: dict[str, Any]) -> None:
+def write_head(folder: Path, tensors: dict[str, Tensor], info: HeadInfo, target_config: dict[str, Any]) -> None:
     """Write the three files that make a head usable."""
-    save_file(head_tensors(head, draft_vocab), folder / "head.safetensors")
+    save_file(tensors, folder / "head.safetensors")
     (folder / "head.json").write_text(json.dumps(info.to_json(), indent=2) + "\n")
     (folder / "target_config.json").write_text(json.dumps(target_config, indent=2) + "\n")
 
@@ -113,39 +114,28 @@ def load_exactly(head: nn.Module, tensors: dict[str, Tensor], where: str) -> Non
             parameter.copy_(tensors[name])
 
 
-def optimizer_tensors(head: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's state as "parameter/entry" tensors."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in head.named_parameters()}
-    return {
-        f"{names[parameter]}/{key}": torch.as_tensor(value).cpu().contiguous() for parameter, state in optimizer.state.items() for key, value in state.items()
-    }
-
-
 def load_optimizer(head: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Restore what `optimizer_tensors` gave."""
+    """Restore an optimiser's state from "parameter/entry" tensors."""
     parameters = dict(head.named_parameters())
     for key, value in tensors.items():
         name, entry = key.rsplit("/", 1)
         like = parameters[name]
-        optimizer.state[like][entry] = value if value.dim() == 0 else value.to(like.device)
+        optimizer.state[like][entry] = value.to(like.device)  # a fused AdamW has its step count there too
 
 
 def save_checkpoint(
     root: Path,
-    head: nn.Module,
+    weights: dict[str, Tensor],
     info: HeadInfo,
-    draft_vocab: Tensor | None,
     target_config: dict[str, Any],
-    optimizer: torch.optim.Optimizer,
+    moments: dict[str, Tensor],
     state: dict[str, Any],
 ) -> Path:
     """Write a checkpoint of `info.step`; it appears under its name only when it is whole."""
     path = root / f"step_{info.step:08d}"
-    if path.exists():
-        shutil.rmtree(path)
     with atomic_dir(path) as folder:
-        write_head(folder, head, info, draft_vocab, target_config)
-        save_file(optimizer_tensors(head, optimizer), folder / "optimizer.safetensors")
+        write_head(folder, weights, info, target_config)
+        save_file(moments, folder / "optimizer.safetensors")
         (folder / "state.json").write_text(json.dumps({"step": info.step, **state}, indent=2) + "\n")
     return path
 
@@ -178,9 +168,9 @@ def score(path: Path) -> tuple[bool, float]:
 
 
 def prune(root: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` and the best."""
+    """Delete all but the newest `keep_last` and the best; also what a kill left half deleted."""
     found = checkpoints(root)
     keep = {*found[-keep_last:], choose(root, "best")} if found else set()
-    for path in found:
-        if path not in keep:
-            shutil.rmtree(path)
+    for path in set(root.glob("step_*")) - keep:
+        (path / "state.json").unlink(missing_ok=True)  # first: from here on it is no checkpoint
+        shutil.rmtree(path)

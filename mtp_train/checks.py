@@ -31,10 +31,14 @@ def check(config: Any) -> None:
     one_of("head.kind", config.head.kind, ("mtp",))
     one_of("head.layout.concat", config.head.layout.concat, ("eh", "he"))
     one_of("head.layout.recycled", config.head.layout.recycled, ("post", "pre"))
-    one_of("head.init", config.head.init, ("identity",))
+    one_of("head.init", config.head.init, ("identity", "last_layer", "native"))
+    one_of("distributed.mode", config.distributed.mode, ("single", "ddp", "zero1", "zero2", "zero3"))
     one_of("train.dtype", config.train.dtype, ("fast", "float32", "bfloat16"))
     if config.train.validate_with is not None:
         one_of("train.validate_with", config.train.validate_with, ("embedded", "vllm"))
+    kinds = ("forward_kl", "reverse_kl", "soft_ce", "hard_ce", "tv", "lk", "lk_hybrid")
+    one_of("train.loss.kind", config.train.loss.kind, kinds)
+    one_of("train.loss.normalise", config.train.loss.normalise, ("tokens", "sequences"))
     one_of("train.wandb.mode", config.train.wandb.mode, ("disabled", "offline", "online"))
     for name in ("dtype", "speed_dtype"):
         one_of(f"eval.{name}", getattr(config.eval, name), ("fast", "float32", "bfloat16", "float16"))
@@ -52,11 +56,39 @@ def check(config: Any) -> None:
     train = config.train
     positive(train__num_steps=train.num_steps, train__unroll_steps=train.unroll_steps, train__seq_len=train.seq_len, train__optim__lr=train.optim.lr)
     positive(train__rows_per_batch=train.rows_per_batch, train__accumulation=train.accumulation, train__save_every=train.save_every)
+    positive(train__window_shards=train.window_shards)
     positive(train__loss__chunk_mib=train.loss.chunk_mib, train__log_every=train.log_every, train__keep_last=train.keep_last)
     positive(data__max_length=config.data.max_length, precompute__num_parts=config.precompute.num_parts, head__num_layers=config.head.num_layers)
     positive(precompute__batch_tokens=config.precompute.batch_tokens, precompute__shard_tokens=config.precompute.shard_tokens)
     positive(eval__batch_size=config.eval.batch_size, eval__max_new_tokens=config.eval.max_new_tokens)
     if config.precompute.part is not None and not 0 <= config.precompute.part < config.precompute.num_parts:
         raise ValueError(f"precompute.part={config.precompute.part} is not below precompute.num_parts={config.precompute.num_parts}")
-    if train.optim.warmup_steps >= train.num_steps:
-        raise ValueError(f"train.optim.warmup_steps={train.optim.warmup_steps} leaves nothing of train.num_steps={train.num_steps}")
+    check_optim(train.optim, train.num_steps)
+    if config.distributed.mode.startswith("zero") and (train.optim.name != "adamw" or train.optim.ema_decay):
+        found = f"train.optim.name={train.optim.name}, ema_decay={train.optim.ema_decay}"
+        raise ValueError(f"distributed.mode={config.distributed.mode} cuts matrices into flat pieces, {found} need them whole: use ddp")
+    check_node(config.node, config.target.arch)
+
+
+def check_node(node: Any, arch: Any) -> None:
+    """Raise ValueError for what the planner cannot count with."""
+    positive(**{f"node__{name}": getattr(node, name) for name in ("num_devices", "peak_tflops", "disk_tb", "disk_read_gb_s", "hours", "epochs")})
+    for name in ("train_efficiency", "capture_efficiency", "decode_efficiency", "supervised_share"):
+        if not 0 < getattr(node, name) <= 1:
+            raise ValueError(f"node.{name}={getattr(node, name)} is not a share above 0 and up to 1")
+    if arch and "model_type" not in arch:
+        raise ValueError(f"target.arch names no model_type, only {', '.join(arch)}")
+
+
+def check_optim(optim: Any, num_steps: int) -> None:
+    """Raise ValueError for settings of the optimiser and its schedule that cannot work."""
+    one_of("train.optim.name", optim.name, ("adamw", "muon"))
+    one_of("train.optim.schedule", optim.schedule, ("cosine", "linear", "wsd", "constant"))
+    positive(**{f"train__optim__lr_scale__{part}": scale for part, scale in vars(optim.lr_scale).items()})
+    if not (0 <= optim.ema_decay < 1 and 0 <= optim.min_lr_ratio <= 1 and 0 < optim.decay_ratio <= 1):
+        found = f"ema_decay={optim.ema_decay}, min_lr_ratio={optim.min_lr_ratio}, decay_ratio={optim.decay_ratio}"
+        raise ValueError(f"train.optim: {found} must lie in [0, 1), [0, 1] and (0, 1]")
+    if optim.warmup_steps >= num_steps:
+        raise ValueError(f"train.optim.warmup_steps={optim.warmup_steps} leaves nothing of train.num_steps={num_steps}")
+    if optim.schedule == "wsd" and optim.warmup_steps > num_steps - round(optim.decay_ratio * num_steps):
+        raise ValueError(f"train.optim: warmup_steps={optim.warmup_steps} and decay_ratio={optim.decay_ratio} overlap in train.num_steps={num_steps}")

@@ -15,6 +15,15 @@ import omegaconf
 from omegaconf import DictConfig, OmegaConf
 
 from mtp_train.checks import check
+from mtp_train.config_train import DistributedConfig as DistributedConfig
+from mtp_train.config_train import HeadConfig as HeadConfig
+from mtp_train.config_train import HeadLayout as HeadLayout
+from mtp_train.config_train import LossConfig as LossConfig
+from mtp_train.config_train import LrScaleConfig as LrScaleConfig
+from mtp_train.config_train import OptimConfig as OptimConfig
+from mtp_train.config_train import TrainConfig as TrainConfig
+from mtp_train.config_train import WandbConfig as WandbConfig
+from mtp_train.node import NodeConfig
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 
@@ -27,6 +36,8 @@ class TargetConfig:
     """auto (as saved), bfloat16, float16 or float32: what the target computes in. "fast" = bfloat16 where the CPU or GPU has it in hardware, else float32"""
     device: str
     """auto, cpu or cuda"""
+    arch: dict[str, Any]
+    """what config.json says of the target's sizes, so that plan=true needs no file of it; {}: read config.json at target.path"""
 
 
 @dataclass
@@ -128,106 +139,6 @@ class DemoConfig:
 
 
 @dataclass
-class HeadLayout:
-    """The norm and order conventions, fixed before training and stored in the checkpoint: the engine that serves the head decides them."""
-
-    concat: str
-    """eh or he: order of embedding and hidden state in front of eh_proj"""
-    mask_position_0: bool
-    """zero the embedding at position 0 (some engine classes do)"""
-    recycled: str
-    """post or pre: which side of the final norm is the feature of the next step"""
-
-
-@dataclass
-class HeadConfig:
-    kind: str
-    """which head: mtp"""
-    layout: HeadLayout
-    """conventions shared with the engine"""
-    num_layers: int
-    """decoder layers of the head"""
-    dense_mlp: bool
-    """of a mixture-of-experts target: take a dense MLP in the head"""
-    init: str
-    """identity: eh_proj starts as [0, I] and the block as the target's family initialises it"""
-    draft_vocab_size: Optional[int]  # noqa: UP045
-    """draft only among this many most frequent answer tokens (what lies outside is never drafted, so counts as rejected); null: the whole vocabulary"""
-
-
-@dataclass
-class LossConfig:
-    feature_weight: float
-    """weight of the hidden-state match (SmoothL1) beside the logit match (KL)"""
-    step_decay: float
-    """step k of the unroll weighs step_decay ** k"""
-    chunk_mib: int
-    """MiB of one vocabulary-wide tensor; the [tokens, vocabulary] tensor never exists whole"""
-
-
-@dataclass
-class OptimConfig:
-    lr: float
-    """peak learning rate of AdamW"""
-    warmup_steps: int
-    """linear warm-up"""
-    min_lr_ratio: float
-    """the cosine ends at lr times this"""
-    weight_decay: float
-    """of matrices; norms and biases have none"""
-    betas: list[float]
-    """of AdamW: decay of the two moments"""
-    max_grad_norm: float
-    """clip the gradient norm here"""
-
-
-@dataclass
-class WandbConfig:
-    mode: str
-    """disabled, offline or online"""
-    project: str
-    """wandb project"""
-
-
-@dataclass
-class TrainConfig:
-    num_steps: int
-    """optimiser steps"""
-    unroll_steps: int
-    """drafted steps trained at once (training-time test)"""
-    unroll_from_step: int
-    """optimiser steps before this one train the first drafted step alone, which is cheap; 0: unroll from the start"""
-    seq_len: int
-    """tokens of a packed row"""
-    rows_per_batch: int
-    """packed rows of one forward pass"""
-    accumulation: int
-    """forward passes of one optimiser step"""
-    dtype: str
-    """autocast: float32, bfloat16, or "fast" (as target.dtype)"""
-    loss: LossConfig
-    """what is minimised"""
-    optim: OptimConfig
-    """how"""
-    seed: int
-    """initialisation and order of the data"""
-    log_every: int
-    """steps between log lines"""
-    validate_every: int
-    """steps between validations on held-out shards; 0: only at the end"""
-    save_every: int
-    """steps between checkpoints"""
-    validate_with: Optional[str]  # noqa: UP045
-    """embedded or vllm: a second process decodes the validation prompts (64, or eval.num_prompts) with each checkpoint, and its acceptance chooses the best"""
-    keep_last: int
-    """checkpoints kept; the best one, by measured or else by predicted acceptance length, is always kept"""
-    resume: bool
-    """go on from the newest complete checkpoint of the run directory"""
-    wandb: WandbConfig
-    """a second sink of the metrics; metrics.jsonl is always written"""
-
-
-@dataclass
 class ExportConfig:
     formats: list[str]
     """hf, vllm (stock class where one fits, else our plugin), vllm_plugin (keeps a reduced draft vocabulary) and/or sglang"""
@@ -289,6 +200,8 @@ class EvalConfig:
 class Config:
     run_dir: str
     """where everything of this run is written: data/ shards/ checkpoints/ export/ eval/ metrics.jsonl"""
+    plan: bool
+    """mtp-precompute, mtp-train and mtp-pipeline: print parameters, FLOP, memory, bytes, hours and the tokens that fit the node's time, and stop"""
     stages: list[str]
     """what mtp-pipeline runs, of precompute, train, export, eval"""
     target: TargetConfig
@@ -305,10 +218,14 @@ class Config:
     """what is trained"""
     train: TrainConfig
     """how it is trained"""
+    distributed: DistributedConfig
+    """the processes that train together"""
     export: ExportConfig
     """for the engine"""
     eval: EvalConfig
     """acceptance in decoding"""
+    node: NodeConfig
+    """the machine of plan=true, and what is assumed of it"""
 
 
 def load(composed: DictConfig) -> Config:

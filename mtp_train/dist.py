@@ -1,9 +1,24 @@
-"""What the hardware can do, and the process group."""
+"""What the hardware can do, and the processes that train together.
+
+torchrun starts one process a device and says so in the environment; `start` joins them. Everything here works in a single process too.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
 import torch
-from accelerate import Accelerator
+import torch.distributed as group
+from torch import Tensor
+
+T = TypeVar("T")
+
+MODES = ("single", "ddp", "zero1", "zero2", "zero3")
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def pick_device(name: str) -> str:
@@ -29,6 +44,95 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def make_accelerator(dtype: torch.dtype, device: str) -> Accelerator:
-    """The one process group of training, with autocast in `dtype`."""
-    return Accelerator(mixed_precision="bf16" if dtype == torch.bfloat16 else "no", cpu=device == "cpu")
+# ---------------------------------------------------------------- the processes of a training
+
+
+def start(mode: str, device: str) -> torch.device:
+    """Join the processes that the environment names; returns this one's device. Raises ValueError where launch and mode do not fit."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if mode == "single":
+        if size > 1:
+            raise ValueError(f"distributed.mode=single, but WORLD_SIZE={size} processes were started: add distributed=ddp (or {', '.join(MODES[2:])})")
+        return torch.device(device)
+    missing = [name for name in LAUNCHED if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"distributed.mode={mode} is started by torchrun (torchrun --nproc_per_node=N -m mtp_train.train ...), but {', '.join(missing)} are not set"
+        )
+    here = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(here)
+    if not group.is_initialized():
+        # Keys of an attempt that died must not be met by the next one (torchrun --max-restarts).
+        store, rank, size = next(group.rendezvous("env://"))
+        attempt = group.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        group.init_process_group("nccl" if device == "cuda" else "gloo", store=attempt, rank=rank, world_size=size)
+    if not is_first():
+        logging.disable(logging.INFO)  # rank 0 speaks for all
+    return here
+
+
+def rank() -> int:
+    """Which of the processes this is; 0 reads, writes and speaks for all."""
+    return group.get_rank() if group.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many processes train together."""
+    return group.get_world_size() if group.is_initialized() else 1
+
+
+def is_first() -> bool:
+    """Whether this is rank 0."""
+    return rank() == 0
+
+
+def total(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The sum over all ranks of each of some tensors of one type, in one message."""
+    if not group.is_initialized():
+        return list(tensors)
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    group.all_reduce(flat)
+    return [part.view_as(tensor) for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True)]
+
+
+def from_first(value: T) -> T:
+    """Rank 0's value, on every rank: the others wait for it."""
+    box = [value]
+    if group.is_initialized():
+        group.broadcast_object_list(box)
+    return box[0]
+
+
+def from_all(value: T) -> list[T]:
+    """Every rank's value, in their order."""
+    if not group.is_initialized():
+        return [value]
+    box: list[Any] = [None] * world_size()
+    group.all_gather_object(box, value)
+    return box
+
+
+def finish() -> None:
+    """Leave the group, at the good end of a training: after an error there is nobody left to wait for.
+
+    gloo's ends with the process: freed earlier, it joins a thread that may wait for the lock of Python, which is held meanwhile (torch 2.13).
+    """
+    if group.is_initialized() and group.get_backend() == "nccl":
+        group.destroy_process_group()
+
+
+class StopSignals:
+    """Within, SIGTERM and SIGUSR1 end nothing at once: `received` says that one came."""
+
+    def __enter__(self) -> StopSignals:
+        self.received = False
+        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        return self
+
+    def _receive(self, *_: Any) -> None:
+        self.received = True
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -95,7 +95,7 @@ def export(config: cfg.Config) -> None:
             shutil.rmtree(folder)
         with atomic_dir(folder) as temporary:
             if name == "hf":
-                write_head(temporary, loaded.head, loaded.info, loaded.draft_vocab, target_config)
+                write_head(temporary, head_tensors(loaded.head, loaded.draft_vocab), loaded.info, target_config)
             else:
                 write_engine(temporary, loaded, target_config, name)
             check_written(temporary, name, loaded, target_config)

@@ -144,6 +144,10 @@ class Ends(Protocol):
     hidden_size: int
     vocab_size: int
 
+    @property
+    def bytes_per_logit(self) -> int:
+        """Bytes alive at once for each logit in `logits` and its backward pass, the logits and their gradient included."""
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """(…) int64 -> (…, H), as the target's first decoder layer receives them."""
 

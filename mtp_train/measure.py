@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mtp_train import dist
 from mtp_train.checkpoint import ACCEPTANCE, checkpoints
 from mtp_train.config import Config
+from mtp_train.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ class Measurer:
 
     def __init__(self, config: Config, step: int):
         """`step`: where training begins; earlier results are known already. Raises FileNotFoundError without validation conversations."""
-        self.run_dir, self.engine = Path(config.run_dir), config.train.validate_with
+        self.run_dir, self.engine = Path(config.run_dir), config.train.validate_with if dist.is_first() else None  # rank 0's business
         self.process: subprocess.Popen[bytes] | None = None
         self.reported = step
         if self.engine and not prompts_path(self.run_dir).exists():
@@ -52,8 +54,17 @@ class Measurer:
         self.reported = max((row["step"] for row in new), default=self.reported)
         return sorted(new, key=lambda row: row["step"])
 
-    def finish(self) -> None:
+    def report(self, metrics: Metrics) -> None:
+        """Hand new measurements on."""
+        for row in self.results():
+            metrics.decoded(row)
+
+    def finish(self, metrics: Metrics) -> None:
         """Wait until every checkpoint that is kept has been measured; a process that failed is a warning, the training stands."""
+        self._wait()
+        self.report(metrics)
+
+    def _wait(self) -> None:
         while self.engine and self.process:
             log.info("waiting for %s to measure the last checkpoints (%s)", self.engine, self.run_dir / "validate.log")
             code = self.process.wait()

@@ -7,10 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
+from mtp_train import dist
 from mtp_train.config import TrainConfig
 from mtp_train.loss import LossSums
+from mtp_train.provenance import atomic_write
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -27,21 +30,30 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Metrics:
-    """Sums steps up to a log line; opened at `step`, it drops lines that a killed run wrote beyond its checkpoint."""
+    """Sums steps up to a log line; opened at `step`, it drops lines that a killed run wrote beyond its checkpoint.
 
-    def __init__(self, run_dir: Path, options: TrainConfig, step: int):
+    Every rank takes in the same sums, those of all ranks; rank 0 writes. `window` is what `state` gave at that step: the line begun there.
+    """
+
+    def __init__(self, run_dir: Path, options: TrainConfig, step: int, window: dict[str, Any], device: torch.device):
         self.path, self.options = run_dir / "metrics.jsonl", options
-        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        self.file = self.path.open("a", buffering=1)
-        self.bar = tqdm(total=options.num_steps, initial=step, unit="step", desc="train", mininterval=5, dynamic_ncols=True)
-        self.total: LossSums | None = None
-        self.tokens, self.seconds = 0, 0.0
+        if dist.is_first():
+            kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+            atomic_write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        self.file = self.path.open("a", buffering=1) if dist.is_first() else None
+        self.bar = tqdm(total=options.num_steps, initial=step, unit="step", desc="train", mininterval=5, dynamic_ncols=True, disable=not dist.is_first())
+        sums = window.get("sums")
+        self.total = None if sums is None else LossSums(**{name: torch.tensor(value, device=device) for name, value in sums.items()})
+        self.tokens, self.seconds, self.waited = (window.get(name, 0.0) for name in ("tokens", "seconds", "waited"))
         self.wandb = self._open_wandb()
 
+    def state(self) -> dict[str, Any]:
+        """The line begun since the last one written, for a checkpoint; float32 survives JSON exactly."""
+        sums = None if self.total is None else {name: value.tolist() for name, value in vars(self.total).items()}
+        return {"sums": sums, "tokens": self.tokens, "seconds": self.seconds, "waited": self.waited}
+
     def _open_wandb(self) -> Any:
-        if self.options.wandb.mode == "disabled":
+        if self.options.wandb.mode == "disabled" or not dist.is_first():
             return None
         import wandb
 
@@ -49,14 +61,15 @@ class Metrics:
         return wandb.init(project=self.options.wandb.project, mode=mode, dir=str(self.path.parent), id=self.path.parent.name, resume="allow")
 
     def _write(self, line: dict[str, Any]) -> None:
-        self.file.write(json.dumps(line) + "\n")
+        if self.file:
+            self.file.write(json.dumps(line) + "\n")
         if self.wandb:
             self.wandb.log({key: value for key, value in line.items() if not isinstance(value, list)}, step=line["step"])
 
-    def step(self, step: int, sums: LossSums, lr: float, grad_norm: float, tokens: int, seconds: float) -> None:
-        """Take in one optimiser step."""
+    def step(self, step: int, sums: LossSums, lr: float, grad_norm: float, tokens: int, seconds: float, waited: float) -> None:
+        """Take in one optimiser step; `waited` of its seconds passed until its data were there."""
         self.total = sums if self.total is None else self.total + sums
-        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        self.tokens, self.seconds, self.waited = self.tokens + tokens, self.seconds + seconds, self.waited + waited
         self.bar.update()
         if step % self.options.log_every and step != self.options.num_steps:
             return
@@ -66,19 +79,22 @@ class Metrics:
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens_per_second": self.tokens / max(self.seconds, 1e-9),
+            "stall_share": self.waited / max(self.seconds, 1e-9),
             "time": time.time(),
         }
         self.bar.set_postfix_str(f"loss {line['loss']:.3f}, {line['tokens_per_second']:.0f} tok/s", refresh=False)
         self._write(line)
-        self.total, self.tokens, self.seconds = None, 0, 0.0
+        self.total, self.tokens, self.seconds, self.waited = None, 0, 0.0, 0.0
 
     def validation(self, step: int, figures: dict[str, Any]) -> None:
         """Take in a validation."""
         self._write({"step": step, **{f"val_{key}": value for key, value in figures.items()}})
-        self.bar.write(f"step {step}: validation loss {figures['loss']:.3f}, predicted acceptance length {figures['predicted_acceptance_length']:.3f}")
+        if self.file:
+            self.bar.write(f"step {step}: validation loss {figures['loss']:.3f}, predicted acceptance length {figures['predicted_acceptance_length']:.3f}")
 
     def decoded(self, row: dict[str, Any]) -> None:
         """Take in what a checkpoint was measured to accept, some steps after it was saved."""
+        assert self.file is not None, "rank 0 measures"
         length, step = row["acceptance_length"]["value"] or 1.0, row["step"]  # null: no draft was made
         rates = [rate["value"] for rate in row["acceptance_rate_at"]]
         self.file.write(json.dumps({"step": step, "decoded_acceptance_length": length, "decoded_acceptance_rate_at": rates}) + "\n")
@@ -88,7 +104,8 @@ class Metrics:
 
     def close(self) -> None:
         """Close the sinks."""
-        self.file.close()
+        if self.file:
+            self.file.close()
         self.bar.close()
         if self.wandb:
             self.wandb.finish()

@@ -13,6 +13,7 @@ import time
 
 from mtp_train import cli
 from mtp_train import config as cfg
+from mtp_train.planner import report
 
 log = logging.getLogger(__name__)
 
@@ -21,10 +22,15 @@ MODULES = {"precompute": "precompute.run", "train": "mtp_train.train", "export":
 
 def run(config: cfg.Config, overrides: list[str]) -> None:
     """Run the configured stages; the first that fails ends the run with its exit code."""
+    if config.plan:
+        sys.stdout.write(report(config))
+        return
     for stage in config.stages:
         log.info("== %s", stage)
         start = time.monotonic()
         code = subprocess.run([sys.executable, "-m", MODULES[stage], *overrides], env=os.environ, check=False).returncode
+        if code == os.EX_TEMPFAIL:  # stopped by a signal, with a checkpoint
+            sys.exit(code)
         if code:
             sys.exit(
                 f"error: stage {stage} failed with exit code {code}; run the same command again to go on from there"

@@ -152,17 +152,6 @@ def _stock_table(names: list[str], target: Config) -> dict[str, list[str]]:
     return table
 
 
-def _correction(layer: str) -> Callable[[Tensors, Config], Tensors]:
-    """DeepSeek-V3's buffer that balances experts; a trained head keeps it at zero."""
-
-    def zeros(tensors: Tensors, target: Config) -> Tensors:
-        gate = tensors.get(f"{layer}mlp.gate.weight")
-        wanted = target.get("topk_method") == "noaux_tc" and gate is not None
-        return {f"{layer}mlp.gate.e_score_correction_bias": torch.zeros(len(gate))} if wanted and gate is not None else {}
-
-    return zeros
-
-
 def _split_experts(tensors: Tensors, layer: str) -> Tensors:
     """(experts, 2 x intermediate, hidden) and (experts, hidden, intermediate) -> one gate, up and down of each expert, as the engines read them."""
     out = dict(tensors)
@@ -253,13 +242,11 @@ SGLANG = (
     "python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE --speculative-draft-model-path <this directory> "
     "--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {drafted}"
 )
-STOCK = EngineClass(
-    "EagleDeepSeekMTPModel", "DeepseekV3ForCausalLM", "vLLM", VLLM, _stock_reasons, _stock_config, _stock_table, "layers.0.", _correction("layers.0.")
-)
+STOCK = EngineClass("EagleDeepSeekMTPModel", "DeepseekV3ForCausalLM", "vLLM", VLLM, _stock_reasons, _stock_config, _stock_table, "layers.0.")
 OURS = EngineClass("EagleMTPTrainHead", "EagleMTPTrainHead", "vLLM and this package (pip install mtp-train)", VLLM, _plugin_reasons, _plugin_config)
 NEXTN = EngineClass(
     "DeepseekV3ForCausalLMNextN", "DeepseekV3ForCausalLMNextN", "SGLang", SGLANG, _nextn_reasons, _sglang_config(first_k_dense_replace=0), _nextn_table,
-    "model.layers.0.", _correction("model.layers.0."),
+    "model.layers.0.",
 )  # fmt: skip
 MIMO_MTP = EngineClass("MiMoMTP", "MiMoForCausalLM", "SGLang", SGLANG, _mimo_reasons, _sglang_config(model_type="qwen2"), _mimo_table, "", _mimo_zeros)
 CLASSES = {"vllm": (STOCK, OURS), "vllm_plugin": (OURS,), "sglang": (NEXTN, MIMO_MTP)}

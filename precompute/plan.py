@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-import torch
-
 from mtp_train.interfaces import TokenRow
 
 
@@ -48,12 +46,6 @@ def remaining(rows: Sequence[TokenRow], stored_ids: Collection[str]) -> list[Tok
     if strange:
         raise ValueError(f"{len(strange)} stored samples, such as {min(strange)!r}, are not among the {len(rows)} rows of this part")
     return [row for row in rows if row.id not in stored_ids]
-
-
-def state_bytes(num_tokens: int, num_taps: int, hidden_size: int, dtype: str) -> int:
-    """Bytes of the stored states (tokens x taps x hidden x dtype), with ids (8) and mask (1) of each token."""
-    itemsize: int = getattr(torch, dtype).itemsize
-    return num_tokens * (num_taps * hidden_size * itemsize + 9)
 
 
 def check_disk(folder: Path, needed: int) -> None:

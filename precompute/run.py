@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cached_property
@@ -28,13 +29,14 @@ from mtp_train.data.chat import Tally, check_template, open_tokenizer, prompt_id
 from mtp_train.data.corpus import BadRow, read_corpus
 from mtp_train.dist import pick_device, pick_dtype
 from mtp_train.interfaces import Conversation, Reject, Tap, TokenRow
+from mtp_train.planner import report, state_bytes
 from mtp_train.provenance import atomic_path, atomic_write, fingerprint, write_provenance
 from mtp_train.target.ends import FrozenEnds, local_dir
 from mtp_train.target.identity import target_info
 from precompute.demo import prepare
 from precompute.engine_hf import EmbeddedEngine
 from precompute.engine_vllm import VllmEngine
-from precompute.plan import check_disk, remaining, split, state_bytes
+from precompute.plan import check_disk, remaining, split
 from precompute.regenerate import Journal, Regenerator
 
 log = logging.getLogger(__name__)
@@ -293,6 +295,9 @@ class Precompute:
 
 def stage(config: cfg.Config) -> None:
     """The command mtp-precompute."""
+    if config.plan:
+        sys.stdout.write(report(config))
+        return
     Precompute(config).run()
 
 

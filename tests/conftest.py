@@ -7,6 +7,8 @@ import random
 
 import pytest
 
+from mtp_train.config import compose
+from precompute.run import stage as precompute
 from tests.tiny import save_tiny, tiny_target
 
 WORDS = ["red", "blue", "cat", "dog", "runs", "sleeps", "fast", "slow", "tree", "house"]
@@ -56,3 +58,15 @@ def overrides(target_dir, corpus, tmp_path):
         f"data.train=[{source(corpus / 'train.jsonl')}]", f"data.validation=[{source(corpus / 'validation.jsonl')}]",
         f'eval.prompts="{corpus / "heldout.jsonl"}"',
     ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def captured(target_dir, corpus, tmp_path_factory):
+    """A run directory with shards, and the overrides that train in it."""
+    run = tmp_path_factory.mktemp("captured")
+    overrides = [
+        "experiment=tiny", f'target.path="{target_dir}"', f"data.train=[{source(corpus / 'train.jsonl')}]",
+        f"data.validation=[{source(corpus / 'validation.jsonl')}]",
+    ]  # fmt: skip
+    precompute(compose(*overrides, f'run_dir="{run}"'))
+    return run, overrides

@@ -16,7 +16,7 @@ def test_every_experiment_loads(name):
     assert config.train.num_steps > 0
 
 
-@pytest.mark.parametrize("group", ["target", "engine", "data", "head"])
+@pytest.mark.parametrize("group", ["target", "engine", "data", "head", "distributed"])
 def test_every_group_option_loads(group):
     for path in sorted((CONF_DIR / group).glob("*.yaml")):
         assert isinstance(compose("target.path=somewhere", f"{group}={path.stem}", "target.path=somewhere"), Config)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 from dataclasses import replace
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -55,15 +57,14 @@ def test_pack(seed: int) -> None:
     rng = random.Random(seed)
     seq_len = rng.choice([1, 5, 16, 64])
     lengths = [rng.randint(1, rng.choice([3, seq_len, 2 * seq_len])) for _ in range(rng.choice([0, 1, 2, 30, 100]))]
-    rows = pack(lengths, seq_len, seed, epoch=3)
+    rows = pack(lengths, seq_len, random.Random(f"{seed}:3"))
     check_packing(rows, lengths, seq_len)
-    assert rows == pack(lengths, seq_len, seed, epoch=3)
+    assert rows == pack(lengths, seq_len, random.Random(f"{seed}:3"))
     order = list(range(len(lengths)))
     random.Random(f"{seed}:3").shuffle(order)
-    assert {tuple(row) for row in rows} == best_fit(lengths, seq_len, order)
+    assert {tuple(row) for row in rows} == best_fit(lengths, seq_len, sorted(order, key=lambda i: -lengths[i]))
     if len(lengths) > 20:
-        assert rows != pack(lengths, seq_len, seed, epoch=4)
-        assert rows != pack(lengths, seq_len, seed + 1, epoch=3)
+        assert rows != pack(lengths, seq_len, random.Random(f"{seed}:4"))
 
 
 def test_check_packing_sees_faults() -> None:
@@ -75,13 +76,38 @@ def test_check_packing_sees_faults() -> None:
             check_packing(bad, lengths, 5)
 
 
-def test_pack_is_quick_with_many_samples() -> None:
-    rng = random.Random(0)
-    lengths = [rng.randint(10, 3000) for _ in range(50_000)]
-    start = time.process_time()
-    rows = pack(lengths, 4096, 0, 0)
-    assert time.process_time() - start < 5
-    assert sum(lengths) / (len(rows) * 4096) > 0.97
+LENGTHS = {  # of samples, as conversations have them; rows of 2048
+    "chat": lambda rng: rng.lognormvariate(6.0, 0.8),
+    "long answers": lambda rng: rng.lognormvariate(7.0, 0.6),
+    "long tail": lambda rng: 60 * rng.paretovariate(1.1),
+    "two kinds": lambda rng: rng.uniform(40, 300) if rng.random() < 0.8 else rng.uniform(1100, 2000),
+    "even": lambda rng: rng.uniform(10, 3000),
+}
+
+
+def fill(rows: list[list[int]], lengths: list[int], seq_len: int) -> float:
+    """Share of the rows' tokens that are not padding."""
+    return sum(min(lengths[i], seq_len) for row in rows for i in row) / (len(rows) * seq_len)
+
+
+def in_order_of_arrival(lengths: list[int], seq_len: int) -> list[list[int]]:
+    """What a loader without a packer does: a row is closed where the next sample does not fit."""
+    rows: list[list[int]] = [[]]
+    for i, length in enumerate(lengths):
+        if sum(min(lengths[j], seq_len) for j in rows[-1]) + min(length, seq_len) > seq_len:
+            rows.append([])
+        rows[-1].append(i)
+    return rows
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_rows_of_a_window_are_filled(kind: str) -> None:
+    rng = random.Random(kind)
+    lengths: list[int] = []
+    while sum(lengths) < 2**20:  # a window of 16 shards of 65,536 tokens
+        lengths.append(max(1, int(LENGTHS[kind](rng))))
+    assert fill(pack(lengths, 2048, rng), lengths, 2048) > 0.95
+    assert fill(in_order_of_arrival(lengths, 2048), lengths, 2048) < 0.9  # the threshold is not met by itself
 
 
 def documents(batch: Batch) -> list[tuple[tuple[int, ...], tuple[bool, ...], bytes]]:
@@ -131,7 +157,7 @@ def test_every_sample_once_an_epoch_over_all_ranks(tmp_path: Path, world_size: i
         data = PackedBatches(reader, 12, 2, seed=1, rank=rank, world_size=world_size)
         batches = list(data.batches(epoch=0))
         counts.add(len(batches))
-        assert len(batches) == data.num_batches(0)
+        assert len(batches) == math.ceil(len(list(data.rows(0))) / (2 * world_size))
         assert all(1 <= len(batch.input_ids) <= 2 for batch in batches)
         seen += [document for batch in batches for document in documents(batch)]
     assert len(counts) == 1
@@ -150,17 +176,96 @@ def equal(a: Batch, b: Batch) -> bool:
     return all(torch.equal(getattr(a, name), getattr(b, name)) for name in a.__dataclass_fields__)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_sample_once_where_the_number_of_ranks_changes_within_an_epoch(tmp_path: Path, world_size: int) -> None:
+    samples = [make_sample(i) for i in range(23)]
+    reader = make_reader(tmp_path, samples)
+    num_rows = len(list(PackedBatches(reader, 12, 2, seed=1).rows(0)))
+    for place in range(0, num_rows + 1, 4):  # where two ranks of two rows can stop
+        before = [batch for rank in range(2) for batch in islice(PackedBatches(reader, 12, 2, 1, rank, 2).batches(0), place // 4)]
+        after = [batch for rank in range(world_size) for batch in PackedBatches(reader, 12, 2, 1, rank, world_size).batches(0, start=place)]
+        seen = [document for batch in before + after for document in documents(batch)]
+        assert sorted(seen) == sorted(as_document(sample, 12) for sample in samples)
+
+
 def test_resuming_at_any_batch_gives_the_same_batches(tmp_path: Path) -> None:
     reader = make_reader(tmp_path, [make_sample(i) for i in range(20)])
-    whole = list(PackedBatches(reader, 12, 2, seed=5).batches(epoch=2))
+    data = PackedBatches(reader, 12, 2, seed=5)
+    whole, num_rows = list(data.batches(epoch=2)), len(list(data.rows(2)))
     for start in range(len(whole) + 1):
-        rest = list(PackedBatches(ShardReader(tmp_path), 12, 2, seed=5).batches(epoch=2, start=start))
+        rest = list(PackedBatches(ShardReader(tmp_path), 12, 2, seed=5).batches(epoch=2, start=min(2 * start, num_rows)))
         assert len(rest) == len(whole) - start
         assert all(map(equal, rest, whole[start:]))
     assert not equal(whole[0], next(PackedBatches(reader, 12, 2, seed=6).batches(epoch=2)))  # the comparison can fail
     assert not equal(whole[0], next(PackedBatches(reader, 12, 2, seed=5).batches(epoch=3)))
-    with pytest.raises(ValueError, match=f"batch {len(whole) + 1} of epoch 2, which has {len(whole)}"):
-        PackedBatches(reader, 12, 2, seed=5).batches(epoch=2, start=len(whole) + 1)
+    assert sum(num for _, num in data.numbered(epoch=2)) == num_rows
+    assert data.plan != PackedBatches(reader, 11, 2, seed=5).plan, "a place in other rows means nothing: the plan tells"
+
+
+# ---------------------------------------------------------------- the order of an epoch
+
+
+class Recorder(ShardReader):
+    """Notes which samples are read."""
+
+    reads: list[int] = []
+
+    def __getitem__(self, i: int) -> Sample:
+        self.reads.append(i)
+        return super().__getitem__(i)
+
+
+def shard_of(reader: ShardReader, i: int) -> int:
+    return max(number for number, first in enumerate(reader.first[:-1]) if first <= i)
+
+
+def ascending(reads: list[int]) -> float:
+    """Share of reads that go on to a later place of the same shard, or of a later shard, than the one before."""
+    return sum(a < b for a, b in pairwise(reads)) / (len(reads) - 1)
+
+
+def shards_in_use(shards: list[int]) -> int:
+    """The most shards of which, at one moment, some samples are read already and others not yet."""
+    return max(sum(shard in shards[at:] for shard in set(shards[:at])) for at in range(len(shards)))
+
+
+def spread(epochs: list[list[int]]) -> float:
+    """How far a sample's mean place in the epochs (0 first, 1 last) is from the middle, for the sample that is farthest."""
+    places = torch.tensor([[epoch.index(i) for i in range(len(epoch))] for epoch in epochs], dtype=torch.float)
+    return float((places.mean(0) / (len(epochs[0]) - 1) - 0.5).abs().max())
+
+
+@pytest.fixture(scope="module")
+def many_shards(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
+    """30 shards of 6 samples."""
+    directory = tmp_path_factory.mktemp("shards")
+    make_reader(directory, [make_sample(i, length=7) for i in range(180)], shard_tokens=42)
+    reader = Recorder(directory)
+    assert len(reader.manifest.shards) == 30
+    return reader
+
+
+@pytest.mark.parametrize(("window", "least", "most"), [(3, 3, 6), (30, 20, 30)])  # a batch may end one window and begin the next
+def test_reads_stay_in_a_few_files_and_go_forward(many_shards: Recorder, window: int, least: int, most: int) -> None:
+    many_shards.reads = []
+    data = PackedBatches(many_shards, 28, 6, seed=0, window_shards=window)
+    assert sum(len(documents(batch)) for batch in data.batches(0)) == 180
+    assert sorted(many_shards.reads) == list(range(180))
+    assert least <= shards_in_use([shard_of(many_shards, i) for i in many_shards.reads]) <= most
+    assert ascending(many_shards.reads) > 0.9
+    as_packed = [i for row in data.rows(0) for i in row]
+    assert ascending(as_packed) < 0.7  # seeded fault: read in the order of the rows
+
+
+def test_the_shuffle_is_global_over_the_epochs(many_shards: Recorder) -> None:
+    data = PackedBatches(many_shards, 28, 6, seed=0, window_shards=3)
+    epochs = [list(data.rows(epoch)) for epoch in range(200)]
+    flat = [[i for row in rows for i in row] for rows in epochs]
+    assert spread(flat) < 0.1  # five standard deviations of a mean of 200 uniform places
+    neighbours = {i for rows in epochs for row in rows if 0 in row for i in row}
+    assert len({shard_of(many_shards, i) for i in neighbours}) == 30, "a sample meets samples of every shard in its row"
+    fixed = [sorted(epoch, key=lambda i: shard_of(many_shards, i) // 3) for epoch in flat]  # seeded fault: shards stay in their order
+    assert spread(fixed) > 0.4
 
 
 def test_cut_and_dropped_samples_are_counted(tmp_path: Path) -> None:

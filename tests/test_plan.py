@@ -13,7 +13,8 @@ import torch
 
 from mtp_train.data.shards import ShardReader, ShardWriter, merge
 from mtp_train.interfaces import TokenRow
-from precompute.plan import Range, check_disk, remaining, split, state_bytes
+from mtp_train.planner import state_bytes
+from precompute.plan import Range, check_disk, remaining, split
 from tests.test_shards import HEADER, make_sample
 
 

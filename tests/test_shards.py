@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import random
 import resource
@@ -15,8 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from mtp_train.data.dataset import PackedBatches
+from mtp_train.data.manifest import ShardInfo
 from mtp_train.data.shards import Header, Manifest, ShardReader, ShardWriter, merge, part_name, read_manifest, stored_ids, verify, write_shard
 from mtp_train.interfaces import Sample, Tap, TargetInfo
 
@@ -432,3 +436,77 @@ def test_a_manifest_of_another_kind_is_refused(tmp_path: Path, edit, words: list
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(ValueError, match=r"manifest.json is damaged"):
         read_manifest(tmp_path)
+
+
+# ---------------------------------------------------------------- larger than memory
+
+
+def write_sparse(directory: Path, num_shards: int, samples: int, length: int, hidden: int) -> int:
+    """A data set whose token ids and states are holes, so that it takes almost no disk; returns its size in bytes."""
+    tokens, target = samples * length, replace(TARGET, hidden_size=hidden)
+    names = json.dumps([[f"row {i}" for i in range(samples)], ["d"] * samples]).encode()
+    columns: list[tuple[str, str, tuple[int, ...], int, bytes]] = [
+        ("offsets", "I64", (samples + 1,), 8, (torch.arange(samples + 1) * length).numpy().tobytes()),
+        ("supervised", "I64", (samples,), 8, torch.full((samples,), length // 2).numpy().tobytes()),
+        ("input_ids", "I64", (tokens,), 8, b""),
+        ("hidden_states", "BF16", (tokens, 1, hidden), 2, b""),
+        ("loss_mask", "BOOL", (tokens,), 1, (torch.arange(tokens) % length >= length // 2).numpy().tobytes()),
+        ("names", "U8", (len(names),), 1, names),
+    ]
+    header, end, pieces = {}, 0, []
+    for name, dtype, shape, width, data in columns:
+        start, end = end, end + math.prod(shape) * width
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        pieces.append((start, data))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    shards = []
+    for number in range(num_shards):
+        with open(directory / f"shard-{number}.safetensors", "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for start, data in pieces:
+                file.seek(8 + len(text) + start)
+                file.write(data)
+            size = file.truncate(8 + len(text) + end)
+        shards.append(ShardInfo(f"shard-{number}.safetensors", samples, tokens, samples * (length - length // 2), size, "0" * 64))
+    whole = Manifest(**{**vars(HEADER), "target": target, "taps": (Tap(4, "post"),), "state_dtype": "bfloat16"}, shards=tuple(shards), complete=True)
+    (directory / "manifest.json").write_text(whole.to_json())
+    return num_shards * size
+
+
+def anonymous_mib() -> float:
+    """Memory of this process that no file backs."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_fifty_gigabytes_are_opened_and_read_in_flat_memory(tmp_path: Path) -> None:
+    size = write_sparse(tmp_path, num_shards=100, samples=128, length=512, hidden=4096)
+    assert size > 50e9
+    if sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir()) > 1e9:
+        pytest.skip("this file system has no sparse files")
+    before = anonymous_mib()
+    reader = ShardReader(tmp_path)
+    data = PackedBatches(reader, 1024, 1, seed=0)
+    batches, largest = data.batches(0), 0.0
+    for _ in range(8):
+        batch = next(batches)
+        assert int(batch.loss_mask.sum()) == 512
+        assert batch.hidden_states.shape == (1, 1024, 1, 4096)
+        largest = max(largest, anonymous_mib())
+    batches.close()
+    assert len(reader) == 12_800
+    assert reader[12_799].id == "row 127"
+    assert largest - before < 100  # a batch has 8 MiB; four of them and their samples are in flight
+    with safe_open(tmp_path / "shard-0.safetensors", "pt") as file:  # seeded fault: one shard read whole
+        kept = file.get_tensor("hidden_states").clone()
+        assert anonymous_mib() - before > 400, kept.shape
+
+
+def test_a_shard_of_another_number_of_samples_is_refused(tmp_path: Path) -> None:
+    write_part(tmp_path, range(3))
+    manifest = merge(tmp_path)
+    (tmp_path / "manifest.json").write_text(replace(manifest, shards=(replace(manifest.shards[0], samples=9),)).to_json())
+    with pytest.raises(ValueError, match=r"offsets \(4,\), but the manifest says \(10,\)"):
+        ShardReader(tmp_path)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from mtp_train import dist
 from mtp_train.checkpoint import checkpoints, choose, load_head
 from mtp_train.config import compose
 from mtp_train.data.dataset import collate
@@ -18,26 +21,13 @@ from mtp_train.data.shards import ShardReader
 from mtp_train.heads.base import supervised, unroll
 from mtp_train.loss import draft_loss
 from mtp_train.metrics import read_metrics
+from mtp_train.setup import set_up
 from mtp_train.spec_decode.predict import walk
 from mtp_train.spec_decode.stats import AcceptanceStats
 from mtp_train.target.ends import FrozenEnds
 from mtp_train.train import train
-from precompute.run import stage as precompute
-from tests.conftest import source
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
-
-
-@pytest.fixture(scope="module")
-def captured(target_dir, corpus, tmp_path_factory):
-    """A run directory with shards, and the overrides that train in it."""
-    run = tmp_path_factory.mktemp("captured")
-    overrides = [
-        "experiment=tiny", f'target.path="{target_dir}"', f"data.train=[{source(corpus / 'train.jsonl')}]",
-        f"data.validation=[{source(corpus / 'validation.jsonl')}]",
-    ]  # fmt: skip
-    precompute(compose(*overrides, f'run_dir="{run}"'))
-    return run, overrides
 
 
 def run_training(captured, folder, *extra):
@@ -48,6 +38,11 @@ def run_training(captured, folder, *extra):
         os.symlink(run / "shards", folder / "shards")
     last = train(compose(*overrides, f'run_dir="{folder}"', *extra))
     return load_file(last / "head.safetensors"), read_metrics(folder / "metrics.jsonl")
+
+
+def steady(lines):
+    """The log without what differs between any two runs."""
+    return [{key: value for key, value in line.items() if key not in ("time", "tokens_per_second", "stall_share")} for line in lines]
 
 
 def losses(lines):
@@ -68,23 +63,58 @@ def test_golden_losses_of_ten_steps(captured, tmp_path):
 
 
 def test_resuming_gives_the_same_weights_and_log(captured, tmp_path):
-    whole, log = run_training(captured, tmp_path / "whole")
-    run_training(captured, tmp_path / "cut")
+    extra = ("train.log_every=4",)  # its second line begins before the checkpoint of step 6 and ends after it
+    whole, log = run_training(captured, tmp_path / "whole", *extra)
+    run_training(captured, tmp_path / "cut", *extra)
     for path in checkpoints(tmp_path / "cut" / "checkpoints")[1:]:  # as if killed between steps 6 and 12
         for file in path.iterdir():
             file.unlink()
         path.rmdir()
     (tmp_path / "cut" / "checkpoints" / ".step_00000012.x.tmp").mkdir()
-    again, log_again = run_training(captured, tmp_path / "cut")
+    again, log_again = run_training(captured, tmp_path / "cut", *extra)
     assert all(torch.equal(whole[name], again[name]) for name in whole)
-    assert losses(log) == losses(log_again)
+    assert steady(log) == steady(log_again)
 
 
-def test_accumulation_of_four_equals_a_batch_of_four(captured, tmp_path):
-    one, _ = run_training(captured, tmp_path / "one", "train.rows_per_batch=4", "train.num_steps=2", "train.optim.warmup_steps=1")
-    four, _ = run_training(captured, tmp_path / "four", "train.rows_per_batch=1", "train.accumulation=4", "train.num_steps=2", "train.optim.warmup_steps=1")
+def test_the_mode_must_fit_the_launch(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"distributed.mode=single, but WORLD_SIZE=2"):
+        dist.start("single", "cpu")
+    with pytest.raises(ValueError, match=r"distributed.mode=zero2 is started by torchrun .*RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not set"):
+        dist.start("zero2", "cpu")
+
+
+def test_a_signal_stops_after_the_step_and_the_run_goes_on_bit_equal(captured, tmp_path):
+    extra = ("train.num_steps=40", "train.validate_every=0", "train.log_every=1")
+    whole, log = run_training(captured, tmp_path / "whole", *extra)
+
+    def send():
+        while len(read_metrics(tmp_path / "cut" / "metrics.jsonl")) < 2:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # were it to come too late
+    sender = threading.Thread(target=send)
+    sender.start()
+    with pytest.raises(SystemExit) as stopped:
+        run_training(captured, tmp_path / "cut", *extra)
+    sender.join()
+    assert stopped.value.code == 75
+    assert signal.signal(signal.SIGTERM, before) is signal.SIG_IGN, "the handler is given back"
+    again, log_again = run_training(captured, tmp_path / "cut", *extra)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert steady(log) == steady(log_again)
+
+
+@pytest.mark.parametrize("normalise", ["tokens", "sequences"])
+def test_accumulation_of_four_equals_a_batch_of_four(captured, tmp_path, normalise):
+    common = ("train.num_steps=2", "train.optim.warmup_steps=1", "train.log_every=1", f"train.loss.normalise={normalise}")
+    one, log = run_training(captured, tmp_path / "one", "train.rows_per_batch=4", *common)
+    four, log_four = run_training(captured, tmp_path / "four", "train.rows_per_batch=1", "train.accumulation=4", *common)
     for name in one:
         torch.testing.assert_close(one[name], four[name], rtol=1e-3, atol=2e-5)
+    for line, line_four in zip(log[:2], log_four[:2]):
+        assert [line["loss"], line["grad_norm"]] == pytest.approx([line_four["loss"], line_four["grad_norm"]], rel=1e-4)
 
 
 def test_packed_rows_give_the_loss_of_rows_alone(captured, target_dir):
@@ -107,6 +137,14 @@ def test_packed_rows_give_the_loss_of_rows_alone(captured, target_dir):
         parts = sums if parts is None else parts + sums
     torch.testing.assert_close(whole.loss, parts.loss, rtol=1e-5, atol=1e-4)
     assert torch.equal(whole.count, parts.count)
+
+
+def test_training_starts_from_the_targets_last_layer_where_that_is_asked_for(captured, target_dir, tmp_path):
+    run, overrides = captured
+    last = {key.removeprefix("model.layers.3."): value for key, value in load_file(target_dir / "model.safetensors").items() if ".layers.3." in key}
+    for init in ("last_layer", "identity"):
+        block = set_up(compose(*overrides, f'run_dir="{run}"', f"head.init={init}")).replica.head.block.layers[0].state_dict()
+        assert all(torch.equal(block[key], value) for key, value in last.items()) == (init == "last_layer")
 
 
 def test_no_embedding_or_lm_head_is_saved_and_sizes_are_as_computed(captured, tmp_path):
@@ -163,9 +201,7 @@ def test_walk_jumps_over_what_was_accepted():
 def test_bfloat16_autocast_stays_near_float32(captured, tmp_path):
     extra = ("train.num_steps=6", "train.log_every=1")
     exact, log = run_training(captured, tmp_path / "float32", *extra)
-    AcceleratorState._reset_state()  # one process trains in one precision; here are two trainings
     rounded, log_rounded = run_training(captured, tmp_path / "bfloat16", *extra, "train.dtype=bfloat16")
-    AcceleratorState._reset_state()
     assert losses(log_rounded) == pytest.approx(losses(log), rel=0.02)
     assert losses(log_rounded) != losses(log), "it did compute in bfloat16"
     assert all(tensor.dtype == torch.float32 for tensor in rounded.values()), "the trained weights stay in float32"
@@ -191,3 +227,18 @@ def test_the_log_counts_every_row_where_the_unroll_begins(captured, tmp_path):
     assert line["num_supervised"] == sum(counts)
     assert line["kl"] == pytest.approx(sum(n * one["kl"] for n, one in zip(counts, [one for one in fine if "loss" in one])) / sum(counts), rel=1e-4)
     assert len(line["kl_at"]) == 3
+
+
+def test_the_log_says_which_share_of_the_time_waited_for_data(captured, tmp_path):
+    from mtp_train.loss import LossSums
+    from mtp_train.metrics import Metrics
+
+    one = torch.ones(1)
+    metrics = Metrics(tmp_path, compose(*captured[1], f'run_dir="{tmp_path}"').train, 0, {}, torch.device("cpu"))
+    for step, (seconds, waited) in enumerate([(1.0, 0.5), (3.0, 0.1)], start=1):
+        metrics.step(step, LossSums(one.sum(), one.sum(), one, one, one, one, one), 0.1, 1.0, 100, seconds, waited)
+    metrics.close()
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert line["stall_share"] == pytest.approx(0.6 / 4)
+    _, lines = run_training(captured, tmp_path / "run", "train.num_steps=2", "train.optim.warmup_steps=1")
+    assert all(0 < line["stall_share"] < 1 for line in lines if "loss" in line)

@@ -115,6 +115,15 @@ def test_sampled_acceptance_is_within_the_interval(trained):
         assert max(a["low"], b["low"]) <= min(a["high"], b["high"]), (a, b)
 
 
+class NoEmbedding(torch.nn.Module):
+    def __init__(self, hidden_size):
+        super().__init__()
+        self.hidden_size = hidden_size
+
+    def forward(self, token_ids):
+        return torch.zeros(len(token_ids), self.hidden_size)
+
+
 def faulty_class(fault, gain):
     """Our plugin's head, wrongly wired inside vLLM. Prompts are decoded one by one, so a pass over one row is a step of the chain."""
     from mtp_vllm.model import MTPTrainHead
@@ -132,7 +141,7 @@ def faulty_class(fault, gain):
             if fault == "positions of the chain are off by one" and chain:
                 positions = positions - 1
             if fault == "the embedding is not the target's":
-                self.model.embed_tokens = lambda ids: torch.zeros(len(ids), len(gain))
+                self.model.embed_tokens = NoEmbedding(len(gain))
             return super().forward(input_ids, positions, hidden_states, inputs_embeds)
 
     return Faulty

@@ -8,6 +8,8 @@ import random
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice, pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,16 +20,18 @@ from mtp_train.interfaces import Batch, Sample
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-def pack(lengths: Sequence[int], seq_len: int, seed: int, epoch: int) -> list[list[int]]:
-    """Best-fit packing of shuffled samples into rows of `seq_len` tokens, in shuffled order.
+
+def pack(lengths: Sequence[int], seq_len: int, rng: random.Random) -> list[list[int]]:
+    """Best-fit packing of samples, longest first, into rows of `seq_len` tokens; the rows, and equally long samples, in shuffled order.
 
     Every sample stands in exactly one row; one longer than a row has a row of its own (it is cut when read). Example: lengths 5, 3, 2 in
     rows of 5 give [[0], [1, 2]] in some order.
     """
     order = list(range(len(lengths)))
-    shuffle = random.Random(f"{seed}:{epoch}")
-    shuffle.shuffle(order)
+    rng.shuffle(order)
+    order.sort(key=lengths.__getitem__, reverse=True)
     rows: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # tokens left -> rows
     rooms: list[int] = []  # its keys, sorted: at most seq_len of them, however many rows there are
@@ -48,7 +52,7 @@ def pack(lengths: Sequence[int], seq_len: int, seed: int, epoch: int) -> list[li
             insort(rooms, left)
         if left:
             with_room.setdefault(left, []).append(row)
-    shuffle.shuffle(rows)
+    rng.shuffle(rows)
     return rows
 
 
@@ -56,14 +60,15 @@ def collate(rows: Sequence[Sequence[Sample]], seq_len: int, like: Tensor | None 
     """Lay samples side by side: positions restart and document ids change at each; padding has document -1 and no loss.
 
     A sample longer than `seq_len` is cut, ids, mask and states together. `like` (…, L, H) gives shape and type of the states where all rows
-    are empty. Raises ValueError for a row that does not fit otherwise.
+    are empty. Where there is a GPU the batch lies in page-locked memory, so that it is copied there while the GPU computes.
+    Raises ValueError for a row that does not fit otherwise.
     """
     like = next((sample.hidden_states for row in rows for sample in row), like)
     assert like is not None, "rows without samples need `like`"
-    shape = (len(rows), seq_len)
-    input_ids, position_ids = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    document_ids, loss_mask = torch.full(shape, -1, dtype=torch.long), torch.zeros(shape, dtype=torch.bool)
-    hidden_states = torch.zeros(*shape, *like.shape[-2:], dtype=like.dtype)
+    shape, pin = (len(rows), seq_len), torch.cuda.is_available()
+    input_ids, position_ids = (torch.zeros(shape, dtype=torch.long, pin_memory=pin) for _ in range(2))
+    document_ids, loss_mask = torch.full(shape, -1, pin_memory=pin), torch.zeros(shape, dtype=torch.bool, pin_memory=pin)
+    hidden_states = torch.empty(*shape, *like.shape[-2:], dtype=like.dtype, pin_memory=pin)
     for index, row in enumerate(rows):
         start = 0
         for document, sample in enumerate(row):
@@ -76,63 +81,80 @@ def collate(rows: Sequence[Sequence[Sample]], seq_len: int, like: Tensor | None 
             position_ids[index, part] = torch.arange(size)
             document_ids[index, part] = document
             start += size
+        hidden_states[index, start:] = 0
     return Batch(input_ids, position_ids, document_ids, loss_mask, hidden_states)
 
 
 class PackedBatches:
     """Batches of up to `rows_per_batch` packed rows of `seq_len` tokens, read ahead by one thread.
 
+    Shards are taken in shuffled order, `window_shards` at a time: the samples of such a window are shuffled and packed together. So each file is
+    read within one stretch of the epoch, within a batch from front to back, and what stands together is new in every epoch.
     Samples without a supervised token in their first `seq_len` are left out (`num_dropped`); longer ones are cut (`num_cut`). The ranks
-    share every epoch's rows and get the same number of batches; a rank left over in the last one gets an empty row.
+    share every epoch's rows and get the same number of batches; a rank left over in the last one gets an empty row. A place in an epoch
+    is a number of rows, of all ranks together, so it means the same at any number of ranks.
 
     Raises ValueError where nothing supervised remains.
     """
 
-    def __init__(self, reader: ShardReader, seq_len: int, rows_per_batch: int, seed: int, rank: int = 0, world_size: int = 1):
-        if not 0 <= rank < world_size or seq_len < 1 or rows_per_batch < 1:
-            raise ValueError(f"rank={rank} of world_size={world_size}, seq_len={seq_len}, rows_per_batch={rows_per_batch} are not possible")
+    def __init__(self, reader: ShardReader, seq_len: int, rows_per_batch: int, seed: int, rank: int = 0, world_size: int = 1, window_shards: int = 16):
+        if not 0 <= rank < world_size or min(seq_len, rows_per_batch, window_shards) < 1:
+            sizes = f"seq_len={seq_len}, rows_per_batch={rows_per_batch}, window_shards={window_shards}"
+            raise ValueError(f"rank={rank} of world_size={world_size}, {sizes} are not possible")
         self.reader, self.seq_len, self.rows_per_batch, self.seed, self.rank, self.world_size = reader, seq_len, rows_per_batch, seed, rank, world_size
-        long, useful = reader.lengths > seq_len, reader.supervised > 0
+        self.window_shards = window_shards
+        long, useful = reader.lengths > seq_len, reader.supervised > 0  # a byte a sample
         for index in (long & useful).nonzero().flatten().tolist():
             useful[index] = reader.loss_mask(index)[:seq_len].any()
-        self.num_cut, self.num_dropped = int((long & useful).sum()), int((~useful).sum())
-        self._samples: list[int] = useful.nonzero().flatten().tolist()
-        if not self._samples:
+        self.num_cut, self.num_dropped, self._useful = int((long & useful).sum()), int((~useful).sum()), useful
+        if not useful.any():
             raise ValueError(f"{reader.dir}: 0 supervised tokens within seq_len={seq_len} in {len(reader)} samples")
         if self.num_cut or self.num_dropped:
             log.info("%s: seq_len=%d cuts %d samples; %d have no supervised token within it", reader.dir, seq_len, self.num_cut, self.num_dropped)
-        self._planned: tuple[int, list[list[list[int]]]] = (-1, [])
 
-    def _plan(self, epoch: int) -> list[list[list[int]]]:
-        """Sample numbers by batch and row, of all ranks together."""
-        if self._planned[0] != epoch:
-            rows = pack(self.reader.lengths[self._samples].tolist(), self.seq_len, self.seed, epoch)
-            size = self.rows_per_batch * self.world_size
-            numbered = [[self._samples[index] for index in row] for row in rows]
-            self._planned = epoch, [numbered[start : start + size] for start in range(0, len(numbered), size)]
-        return self._planned[1]
+    def rows(self, epoch: int) -> Iterator[list[int]]:
+        """Sample numbers of each row of an epoch, planned window by window; they do not depend on ranks."""
+        rng = random.Random(f"{self.seed}:{epoch}")
+        shards = list(pairwise(self.reader.first))
+        rng.shuffle(shards)
+        for begin in range(0, len(shards), self.window_shards):
+            window = shards[begin : begin + self.window_shards]
+            samples = torch.cat([self._useful[start:stop].nonzero().flatten() + start for start, stop in window])
+            numbers = samples.tolist()
+            for row in pack(self.reader.lengths[samples].tolist(), self.seq_len, rng):
+                yield [numbers[i] for i in row]
 
-    def num_batches(self, epoch: int) -> int:
-        """Batches of this epoch, for every rank alike; the last one may have fewer rows."""
-        return len(self._plan(epoch))
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What the rows of every epoch follow from: a place in an epoch means the same only where all of it is the same."""
+        return {
+            "corpus": self.reader.manifest.corpus_fingerprint, "num_samples": int(self._useful.sum()), "num_shards": len(self.reader.first) - 1,
+            "seq_len": self.seq_len, "window_shards": self.window_shards, "seed": self.seed,
+        }  # fmt: skip
+
+    def numbered(self, epoch: int, start: int = 0) -> Iterator[tuple[Batch, int]]:
+        """This rank's batches of an epoch from row `start` on, each with its number of rows over all ranks; every sample exactly once an epoch."""
+        rows, size = islice(self.rows(epoch), start, None), self.rows_per_batch * self.world_size
+        batches = iter(lambda: list(islice(rows, size)), [])
+        return prefetch((self._read(batch[self.rank :: self.world_size] or [[]]), len(batch)) for batch in batches)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """This rank's batches of an epoch from number `start` on; over all ranks every sample exactly once an epoch."""
-        plan = self._plan(epoch)
-        if not 0 <= start <= len(plan):
-            raise ValueError(f"batch {start} of epoch {epoch}, which has {len(plan)}: these are other shards or settings than before")
+        """As `numbered`, the batches alone."""
+        return (batch for batch, _ in self.numbered(epoch, start))
+
+    def _read(self, rows: list[list[int]]) -> Batch:
         header = self.reader.manifest
         like = torch.zeros(len(header.taps), header.target.hidden_size, dtype=STATE_DTYPES[header.state_dtype])
-        mine = (rows[self.rank :: self.world_size] or [[]] for rows in plan[start:])
-        return prefetch(collate([[self.reader[index] for index in row] for row in rows], self.seq_len, like) for rows in mine)
+        samples = {i: self.reader[i] for i in sorted(chain.from_iterable(rows))}  # in the order of the disk
+        return collate([[samples[i] for i in row] for row in rows], self.seq_len, like)
 
 
-def prefetch(batches: Iterator[Batch], size: int = 2) -> Iterator[Batch]:
-    """The same batches, made ahead by a thread that keeps at most `size` ready. Its errors are raised here; closing ends it."""
-    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=size)
+def prefetch(items: Iterator[T], size: int = 2) -> Iterator[T]:
+    """The same items, made ahead by a thread that keeps at most `size` ready. Its errors are raised here; closing ends it."""
+    ready: queue.Queue[T | BaseException | None] = queue.Queue(maxsize=size)
     stop = threading.Event()
 
-    def put(item: Batch | BaseException | None) -> None:
+    def put(item: T | BaseException | None) -> None:
         while not stop.is_set():
             try:
                 ready.put(item, timeout=0.1)
@@ -142,8 +164,8 @@ def prefetch(batches: Iterator[Batch], size: int = 2) -> Iterator[Batch]:
 
     def read() -> None:
         try:
-            for batch in batches:
-                put(batch)
+            for item in items:
+                put(item)
                 if stop.is_set():
                     return
             put(None)

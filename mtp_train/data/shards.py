@@ -13,11 +13,13 @@ import json
 import logging
 import shutil
 import threading
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -193,12 +195,22 @@ def merge(data_dir: str | Path) -> Manifest:
         raise ValueError(f"{directory}: missing or incomplete: {', '.join(unfinished)}; run the capture of these parts (it resumes), then merge")
     manifest = replace(first, shards=tuple(shard for index in parts for shard in index.shards), part=None)
     refuse_damage(directory, manifest)
-    counts = Counter(id for shard in manifest.shards for id in read_names(directory / shard.file)[0])
-    twice = [id for id, count in counts.items() if count > 1]
-    if twice:
+    if twice := stored_twice(directory, manifest):
         raise ValueError(f"{directory}: {len(twice)} sample ids are stored twice, such as {', '.join(map(repr, twice[:3]))}")
     atomic_write(directory / MANIFEST, manifest.to_json())
     return manifest
+
+
+def stored_twice(directory: Path, manifest: Manifest) -> list[str]:
+    """Sample ids that occur more than once. Only hashes are held of all of them (8 bytes a sample); equal hashes are looked at again."""
+
+    def all_ids() -> Iterator[list[str]]:
+        return (read_names(directory / shard.file)[0] for shard in manifest.shards)
+
+    hashes, counts = torch.cat([torch.tensor([hash(id) for id in ids], dtype=torch.int64) for ids in all_ids()] or [torch.zeros(0)]).unique(return_counts=True)
+    doubtful = set(hashes[counts > 1].tolist())
+    suspects = Counter(id for ids in all_ids() for id in ids if hash(id) in doubtful) if doubtful else {}
+    return [id for id, count in suspects.items() if count > 1]
 
 
 def refuse_damage(directory: Path, manifest: Manifest, rehash: bool = False) -> None:
@@ -226,10 +238,27 @@ def verify(data_dir: str | Path) -> Manifest:
     return manifest
 
 
-class ShardReader:
-    """Random access to the samples of a data set through memory maps. Opening it reads no states. Threads may share it.
+class _Shard:
+    """An open shard; what is small of it is read when first asked for."""
 
-    `manifest`, `lengths` (S,) tokens, `supervised` (S,) supervised tokens, and the lists `ids` and `domains` describe the S samples.
+    def __init__(self, path: Path):
+        self.path, self.file = path, safe_open(path, "pt")
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        offsets: list[int] = self.file.get_tensor("offsets").tolist()
+        return offsets
+
+    @cached_property
+    def names(self) -> list[list[str]]:
+        return read_names(self.path)
+
+
+class ShardReader:
+    """Random access to the samples of a data set through memory maps. Threads may share it.
+
+    `manifest`, `lengths` (S,) tokens and `supervised` (S,) supervised tokens, both int32, describe the S samples; those of shard n are
+    `first[n]` to `first[n + 1]` - 1. Opening reads these and no states: 8 bytes a sample stay in memory.
 
     Raises:
         FileNotFoundError, ValueError: as `read_manifest`; or a shard is missing, truncated or shaped otherwise than the manifest says.
@@ -237,27 +266,34 @@ class ShardReader:
 
     def __init__(self, data_dir: str | Path, max_open: int = 64):
         self.dir, self.manifest, self._max_open = Path(data_dir), read_manifest(data_dir), max_open
-        self._open: dict[int, Any] = {}  # the last used shards: thousands would use up the file descriptors
+        self._open: dict[int, _Shard] = {}  # the last used shards: thousands would use up the file descriptors
         self._lock = threading.Lock()
-        self.ids: list[str] = []
-        self.domains: list[str] = []
-        table = [torch.zeros(4, 0, dtype=torch.int64)]  # of each sample: shard, first row, row after the last, supervised tokens
-        for number, shard in enumerate(self.manifest.shards):
-            file, (ids, domains) = self._file(number), read_names(self.dir / shard.file)
-            self.ids += ids
-            self.domains += domains
-            offsets = file.get_tensor("offsets")
-            table.append(torch.stack([torch.full_like(offsets[1:], number), offsets[:-1], offsets[1:], file.get_tensor("supervised")]))
-        self._shard_of, self._starts, self._stops, self.supervised = torch.cat(table, dim=1)
-        self.lengths = self._stops - self._starts
+        self.first = [0, *accumulate(shard.samples for shard in self.manifest.shards)]
+        self.lengths, self.supervised = torch.zeros(2, self.first[-1], dtype=torch.int32)
+        for number, (start, stop) in enumerate(pairwise(self.first)):
+            file = self._shard(number).file
+            self.lengths[start:stop] = file.get_tensor("offsets").diff()
+            self.supervised[start:stop] = file.get_tensor("supervised")
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return self.first[-1]
 
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        return Sample(self.ids[i], self.domains[i], self._read(i, "input_ids"), self.loss_mask(i), self._read(i, "hidden_states"))
+        shard, at = self._find(i)
+        ids, domains = shard.names
+        return Sample(ids[at], domains[at], self._read(i, "input_ids"), self.loss_mask(i), self._read(i, "hidden_states"))
+
+    @property
+    def ids(self) -> list[str]:
+        """Of every sample, read now: a hundred bytes each."""
+        return [id for shard in self.manifest.shards for id in read_names(self.dir / shard.file)[0]]
+
+    @property
+    def domains(self) -> list[str]:
+        """As `ids`."""
+        return [domain for shard in self.manifest.shards for domain in read_names(self.dir / shard.file)[1]]
 
     def loss_mask(self, i: int) -> Tensor:
         """(T,) bool of one sample, without reading its states."""
@@ -266,8 +302,8 @@ class ShardReader:
     def token_counts(self, vocab_size: int) -> Tensor:
         """(V,) int64: how often each token is a training target."""
         counts = torch.zeros(vocab_size, dtype=torch.int64)
-        for file in map(self._file, range(len(self.manifest.shards))):
-            counts += file.get_tensor("input_ids")[file.get_tensor("loss_mask")].bincount(minlength=vocab_size)
+        for shard in map(self._shard, range(len(self.manifest.shards))):
+            counts += shard.file.get_tensor("input_ids")[shard.file.get_tensor("loss_mask")].bincount(minlength=vocab_size)
         return counts
 
     def frequent_tokens(self, size: int, vocab_size: int) -> tuple[Tensor, float]:
@@ -276,23 +312,30 @@ class ShardReader:
         chosen = counts.argsort(descending=True, stable=True)[:size].sort().values
         return chosen, float(counts[chosen].sum() / counts.sum())
 
+    def _find(self, i: int) -> tuple[_Shard, int]:
+        """The shard of a sample, and its number in there."""
+        number = bisect_right(self.first, i) - 1
+        return self._shard(number), i - self.first[number]
+
     def _read(self, i: int, name: str) -> Tensor:
-        rows: Tensor = self._file(int(self._shard_of[i])).get_slice(name)[int(self._starts[i]) : int(self._stops[i])]
+        shard, at = self._find(i)
+        rows: Tensor = shard.file.get_slice(name)[shard.offsets[at] : shard.offsets[at + 1]]
         return rows.clone()  # a write into a view of the map would show in later reads
 
-    def _file(self, number: int) -> Any:
+    def _shard(self, number: int) -> _Shard:
         """The open shard. Its size is checked first, because reading past the end of a map kills the process."""
         with self._lock:
-            file: Any = self._open.pop(number, None)
-            if file is None:
-                shard = self.manifest.shards[number]
-                refuse_damage(self.dir, replace(self.manifest, shards=(shard,)))
-                file = safe_open(self.dir / shard.file, "pt")
-                found = tuple(file.get_slice("hidden_states").get_shape())
-                expected = (shard.tokens, len(self.manifest.taps), self.manifest.target.hidden_size)
-                if found != expected:
-                    raise ValueError(f"{self.dir / shard.file}: hidden_states {found}, but the manifest says {expected}")
-            self._open[number] = file
+            shard = self._open.pop(number, None)
+            if shard is None:
+                info = self.manifest.shards[number]
+                refuse_damage(self.dir, replace(self.manifest, shards=(info,)))
+                shard = _Shard(self.dir / info.file)
+                wanted = {"offsets": (info.samples + 1,), "hidden_states": (info.tokens, len(self.manifest.taps), self.manifest.target.hidden_size)}
+                for name, expected in wanted.items():
+                    found = tuple(shard.file.get_slice(name).get_shape())
+                    if found != expected:
+                        raise ValueError(f"{shard.path}: {name} {found}, but the manifest says {expected}")
+            self._open[number] = shard
             if len(self._open) > self._max_open:
                 del self._open[next(iter(self._open))]
-            return file
+            return shard

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mtp_train.heads.base import Attention
+from mtp_train.heads.attention import Attention
 
 ATTENTION_NAME = "mtp_head"
 FULL = "full_attention"
@@ -42,6 +42,8 @@ def block_config(target_config: Any, num_layers: int, dense_mlp: bool) -> Any:
     """The target's config, cut to the head's layers: full attention, and a dense or a mixture-of-experts MLP."""
     config = copy.deepcopy(target_config)
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = num_layers, 2, None
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the head's own weights are trained, so plain
     if getattr(config, "layer_types", None):
         if FULL not in config.layer_types:
             raise ValueError(f"target {config.model_type!r} has no {FULL} layer; its kinds are {sorted(set(config.layer_types))}")
@@ -50,7 +52,25 @@ def block_config(target_config: Any, num_layers: int, dense_mlp: bool) -> Any:
         config.mlp_layer_types = ["dense" if dense_mlp else "sparse"] * num_layers
     if hasattr(config, "first_k_dense_replace"):
         config.first_k_dense_replace = num_layers if dense_mlp else 0
+    if hasattr(config, "mlp_only_layers"):
+        config.mlp_only_layers, config.decoder_sparse_step = list(range(num_layers)) if dense_mlp else [], 1
     return config
+
+
+def like_the_block(target_config: Any) -> list[int]:
+    """The target's layers of the kind that the block has: full attention, rotated."""
+    num = target_config.num_hidden_layers
+    kinds, rotated = (getattr(target_config, name, None) or [default] * num for name, default in (("layer_types", FULL), ("no_rope_layers", 1)))
+    return [index for index in range(num) if kinds[index] == FULL and rotated[index]]
+
+
+def _keep_buffers(layer: nn.Module) -> None:
+    """Make a layer's saved buffers (DeepSeek-V3's balance of experts) frozen parameters: they are saved, loaded and exported as all others are."""
+    for module in layer.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name not in module._non_persistent_buffers_set:
+                delattr(module, name)
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
 
 
 class Block(nn.Module):
@@ -61,10 +81,34 @@ class Block(nn.Module):
         config = block_config(target_config, num_layers, dense_mlp)
         decoder = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="eager")
         self.layers: nn.ModuleList = decoder.layers
+        if dense_mlp and any("experts" in name for name, _ in self.layers.named_modules()):
+            raise ValueError(f"target {config.model_type!r} has no dense MLP that head.dense_mlp=true could take: set it to false")
+        for layer in self.layers:
+            _keep_buffers(layer)
         self.rotary = decoder.rotary_emb
         self.rotary_args = (FULL,) if "layer_type" in inspect.signature(type(self.rotary).forward).parameters else ()
         decoder.config._attn_implementation = ATTENTION_NAME  # the layers hold this same config
         self.norm_class, self.norm_eps = type(decoder.norm), decoder.config.rms_norm_eps
+        self.decoder_class, self.config = type(decoder), decoder.config
+
+    def load_layers(self, layers: list[dict[str, Tensor]]) -> None:
+        """Start from layers of the target as its checkpoint stores them, by the names within a layer; transformers converts what it keeps otherwise.
+
+        Raises ValueError naming the tensors that are missing, unknown or misshapen.
+        """
+        kind, config = self.decoder_class, copy.deepcopy(self.config)
+        tensors = {f"layers.{index}.{name}": tensor for index, layer in enumerate(layers) for name, tensor in layer.items()}
+        tensors |= {"embed_tokens.weight": torch.zeros(2, config.hidden_size), "norm.weight": torch.zeros(config.hidden_size)}  # of a whole decoder, unused
+        loaded, report = kind.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        faults = {name: sorted(map(str, report[f"{name}_keys"])) for name in ("missing", "unexpected", "mismatched")}
+        if any(faults.values()):
+            found = "; ".join(f"{name}: {', '.join(keys[:4])}" for name, keys in faults.items() if keys)
+            raise ValueError(f"the target's layer does not fit the head's block ({found}): see head.dense_mlp")
+        for layer in loaded.layers:
+            _keep_buffers(layer)
+        self.layers.load_state_dict(loaded.layers.state_dict())
 
     def forward(self, hidden_states: Tensor, position_ids: Tensor, attention: Attention) -> Tensor:
         """Run the layers at `position_ids` (B, T)."""

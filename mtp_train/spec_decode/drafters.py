@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtp_train.heads.base import DraftHead, attend
+from mtp_train.heads.attention import attend
+from mtp_train.heads.base import DraftHead
 from mtp_train.interfaces import ALL_ROWS, Ends, Proposal, Rows
 from mtp_train.spec_decode.sampling import sample, target_probs
 from mtp_train.target.hf import Target

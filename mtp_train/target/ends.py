@@ -144,6 +144,13 @@ class FrozenEnds(nn.Module):
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
+    @property
+    def bytes_per_logit(self) -> int:
+        """Bytes alive at once for each logit in `logits` and its backward pass (the gradient may overwrite the logits)."""
+        weight = self.head_weight
+        twice = self.logit_divisor is not None or self.head_bias is not None or (weight.dtype == torch.float32 and weight.device.type == "cpu")  # _project
+        return weight.element_size() * (4 if self.softcap is not None else 2 if twice else 1)
+
     def _rows(self, vocab: Tensor) -> tuple[Tensor, Tensor | None]:
         """lm_head's rows of a draft vocabulary; the copy of the last one is kept."""
         kept, weight = self._reduced, self.head_weight
@@ -214,6 +221,19 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return files
 
 
+def read_layer(path: str | Path, index: int) -> dict[str, Tensor]:
+    """A saved target's tensors of decoder layer `index` alone, by their names within the layer; none where there is no such layer.
+
+    Raises:
+        FileNotFoundError: as `tensor_files`.
+        ValueError: a quantised or unreadable tensor, by name.
+    """
+    folder = local_dir(path)
+    files = tensor_files(folder)
+    prefix = (_only_key(files, EMBED, folder) or f"model.{EMBED}").removesuffix(EMBED) + f"layers.{index}."
+    return {key.removeprefix(prefix): _read(file, key, None) for key, file in files.items() if key.startswith(prefix)}
+
+
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[Any]:
     try:
@@ -229,7 +249,7 @@ def _read(path: Path, key: str, dtype: torch.dtype | None) -> Tensor:
             raise ValueError(f"{path} lacks the tensor {key}, which the index says it holds")
         tensor: Tensor = file.get_tensor(key)
     if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{path}: {key} is quantised ({tensor.dtype}); embeddings, final norm and lm_head must be plain")
+        raise ValueError(f"{path}: {key} is quantised ({tensor.dtype}); what is read of a target must be plain")
     return tensor if dtype is None else tensor.to(dtype)
 
 

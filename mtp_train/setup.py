@@ -1,0 +1,156 @@
+"""Everything that training needs before its first step: shards checked against the target, head, optimiser, and the place to go on from."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from mtp_train import config as cfg
+from mtp_train import dist
+from mtp_train.checkpoint import HeadInfo, checkpoints, load_exactly, read_state
+from mtp_train.data.dataset import PackedBatches
+from mtp_train.data.shards import ShardReader
+from mtp_train.heads.base import DraftHead
+from mtp_train.heads.table import build_head
+from mtp_train.interfaces import TargetInfo
+from mtp_train.optim import make_optimizer, take_up
+from mtp_train.parallel import Objective, Replica, make_replica
+from mtp_train.provenance import write_provenance
+from mtp_train.serving import choose_class
+from mtp_train.target.ends import FrozenEnds, read_layer
+from mtp_train.target.identity import target_info
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """Where a training stands. A step never crosses an epoch, so the same rows make it at any number of ranks and micro-batches."""
+
+    step: int = 0  # optimiser steps done
+    epoch: int = 0
+    row: int = 0  # packed rows of this epoch already used, by all ranks together
+
+
+@dataclass
+class Setup:
+    """All that the loop needs."""
+
+    device: torch.device
+    replica: Replica
+    optimizer: torch.optim.Optimizer
+    data: PackedBatches
+    validation: PackedBatches | None
+    draft_vocab: Tensor | None
+    info: HeadInfo
+    target_config: dict[str, Any]
+    at: Progress
+    window: dict[str, Any]  # the log line begun
+
+
+def set_up(config: cfg.Config) -> Setup:
+    """Open the shards, check them against the target, build the head, resume. Raises ValueError for what does not fit."""
+    run_dir, options = Path(config.run_dir), config.train
+    device = dist.start(config.distributed.mode, dist.pick_device(config.target.device))
+    dtype = dist.pick_dtype(options.dtype, device.type)
+    torch.manual_seed(options.seed)  # of the head's first weights, alike on every rank; nothing later is random
+    info = target_info(config.target.path)
+    reader = open_shards(run_dir / "shards" / "train", info)
+    if int(reader.supervised.sum()) == 0:
+        raise ValueError(f"{reader.dir}: 0 supervised tokens in {len(reader)} samples; nothing can be trained (see data.turns and the chat template)")
+    ends = FrozenEnds.from_pretrained(config.target.path, dtype=dtype).to(device)
+    target_config = AutoConfig.from_pretrained(config.target.path)
+    head = build_head(config.head, target_config, ends.norm_weight.float(), partial(read_layer, config.target.path)).to(device)
+    vocab = choose_draft_vocab(reader, config.head.draft_vocab_size, info.vocab_size)
+    draft_vocab = None if vocab is None else vocab.to(device)
+    place = (dist.rank(), dist.world_size())
+    data = PackedBatches(reader, options.seq_len, options.rows_per_batch, options.seed, *place, options.window_shards)
+    held_out, validation = run_dir / "shards" / "validation", None
+    if held_out.exists():
+        validation = PackedBatches(open_shards(held_out, info), options.seq_len, options.rows_per_batch, 0, *place)
+    head_info = HeadInfo(config.head, info, reader.manifest.taps, options.unroll_steps, options.seq_len, 0)
+    found = dist.from_first(checkpoints(run_dir / "checkpoints")[-1:]) if options.resume else []
+    if found:
+        load_weights(found[0], head, head_info, draft_vocab)
+    optimizer = make_optimizer(head, options.optim)
+    replica = make_replica(config.distributed.mode, Objective(head, ends, options, draft_vocab, dtype), optimizer, options, device)
+    at, window = resume(found[0], replica, data, options.optim) if found else (Progress(), {})
+    setup = Setup(device, replica, optimizer, data, validation, draft_vocab, head_info, target_config.to_dict(), at, window)
+    if dist.is_first():
+        write_provenance(run_dir / "checkpoints", asdict(config))
+    describe(setup, head, reader, config, dtype)
+    return setup
+
+
+def open_shards(folder: Path, target: TargetInfo) -> ShardReader:
+    """Raises ValueError where another target made them."""
+    reader = ShardReader(folder)
+    reader.manifest.target.check(target, str(folder))
+    return reader
+
+
+def describe(setup: Setup, head: DraftHead, reader: ShardReader, config: cfg.Config, dtype: torch.dtype) -> None:
+    """Say what will be trained, and which engine class its layout is for: that cannot be changed afterwards."""
+    log.info(
+        "head %s: %.2fM trained parameters; %d samples, %d supervised tokens; autocast %s on %s; %d processes (%s)",
+        config.head.kind,
+        sum(tensor.numel() for tensor in head.parameters()) / 1e6,
+        len(reader),
+        int(reader.supervised.sum()),
+        str(dtype).removeprefix("torch."),
+        setup.device.type,
+        dist.world_size(),
+        config.distributed.mode,
+    )
+    try:
+        log.info("vLLM will serve this head as %s", choose_class(setup.info.config, setup.target_config, setup.draft_vocab is not None)[1])
+    except ValueError as error:
+        log.warning("%s; it can be measured with the embedded engine alone", error)
+
+
+def choose_draft_vocab(reader: ShardReader, size: int | None, vocab_size: int) -> Tensor | None:
+    """The `size` most frequent supervised tokens of the training rows, sorted; the rest is filled up with the lowest ids."""
+    if size is None:
+        return None
+    if not 0 < size <= vocab_size:
+        raise ValueError(f"head.draft_vocab_size={size} is not between 1 and the target's {vocab_size}")
+    chosen, share = reader.frequent_tokens(size, vocab_size)
+    log.info("draft vocabulary: %d of %d tokens cover %.2f %% of the supervised tokens", size, vocab_size, 100 * share)
+    return chosen
+
+
+# ---------------------------------------------------------------- going on
+
+
+def load_weights(path: Path, head: DraftHead, info: HeadInfo, draft_vocab: Tensor | None) -> None:
+    """A checkpoint's weights, before the head is wrapped. Raises ValueError unless it is of this very head."""
+    there = HeadInfo.from_json(json.loads((path / "head.json").read_text()))
+    there.target.check(info.target, str(path))
+    if (there.config, there.taps, there.unroll_steps) != (info.config, info.taps, info.unroll_steps):
+        raise ValueError(f"{path} holds another head: {there.config} there, {info.config} here; use a new run_dir or train.resume=false")
+    tensors = load_file(path / "head.safetensors")
+    vocab = tensors.pop("draft_vocab", None)
+    if (vocab is None) != (draft_vocab is None) or (vocab is not None and draft_vocab is not None and not torch.equal(vocab, draft_vocab.cpu())):
+        raise ValueError(f"{path} was trained with another draft vocabulary than these shards give; use a new run_dir")
+    load_exactly(head, tensors, str(path))
+
+
+def resume(path: Path, replica: Replica, data: PackedBatches, optim: cfg.OptimConfig) -> tuple[Progress, dict[str, Any]]:
+    """Moments, place in the data and the log line begun, of a checkpoint. Raises ValueError where the place means nothing here."""
+    replica.load_moments(load_file(path / "optimizer.safetensors"))
+    take_up(replica.optimizer, optim, str(path))
+    state = read_state(path)
+    at = Progress(state["step"], state["epoch"], state["row"])
+    if different := [f"{key}: {state['plan'].get(key)} there, {value} here" for key, value in data.plan.items() if state["plan"].get(key) != value]:
+        raise ValueError(f"{path} stands at row {at.row} of epoch {at.epoch} of other data ({'; '.join(different)}); use a new run_dir")
+    log.info("resuming at step %d from %s", at.step, path)
+    return at, state["window"]
