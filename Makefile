@@ -36,12 +36,17 @@ vllm: $(VENV)/.vllm ## add vLLM for CPU to .venv (on a GPU machine: pip install 
 demo: $(VENV)/.demo ## the whole pipeline on SmolLM2-135M: a trained head and an acceptance report
 	$(BIN)/mtp-pipeline experiment=demo
 
+# Tests are of tiny tensors: one thread each, files side by side. What starts processes or vLLM has the machine alone.
+JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
 test: $(VENV)/.installed ## the quick tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not vllm and not slurm and not distributed and not gpu"
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not vllm and not slurm and not distributed and not gpu"
 
 test-all: $(VENV)/.demo $(VENV)/.vllm ## every test that needs no GPU
-	$(BIN)/python -m pytest -q -m "not gpu and not vllm"
-	$(BIN)/python -m pytest -q -m vllm
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not gpu and not vllm and not distributed"
+	$(PYTEST) -m distributed
+	$(PYTEST) -m vllm
 
 check: $(VENV)/.installed ## style, types, layers
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from mtp_train import dist
 from mtp_train.config import TrainConfig
 from mtp_train.loss import LossSums
+from mtp_train.planner import Meter
 from mtp_train.provenance import atomic_write
 
 
@@ -33,10 +34,11 @@ class Metrics:
     """Sums steps up to a log line; opened at `step`, it drops lines that a killed run wrote beyond its checkpoint.
 
     Every rank takes in the same sums, those of all ranks; rank 0 writes. `window` is what `state` gave at that step: the line begun there.
+    With `meter` the log has the MFU.
     """
 
-    def __init__(self, run_dir: Path, options: TrainConfig, step: int, window: dict[str, Any], device: torch.device):
-        self.path, self.options = run_dir / "metrics.jsonl", options
+    def __init__(self, run_dir: Path, options: TrainConfig, step: int, window: dict[str, Any], device: torch.device, meter: Meter | None = None):
+        self.path, self.options, self.meter = run_dir / "metrics.jsonl", options, meter
         if dist.is_first():
             kept = [line for line in read_metrics(self.path) if line["step"] <= step]
             atomic_write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
@@ -82,7 +84,11 @@ class Metrics:
             "stall_share": self.waited / max(self.seconds, 1e-9),
             "time": time.time(),
         }
-        self.bar.set_postfix_str(f"loss {line['loss']:.3f}, {line['tokens_per_second']:.0f} tok/s", refresh=False)
+        said = f"loss {line['loss']:.3f}, {line['tokens_per_second']:.0f} tok/s"
+        if self.meter:
+            line["mfu"] = self.meter.mfu(len(self.total.count), float(self.total.count[0]) / max(1, self.tokens), line["tokens_per_second"])
+            said += f", MFU {line['mfu']:.0%}"
+        self.bar.set_postfix_str(said, refresh=False)
         self._write(line)
         self.total, self.tokens, self.seconds, self.waited = None, 0, 0.0, 0.0
 

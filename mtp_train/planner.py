@@ -112,6 +112,31 @@ def train_flop(sizes: Sizes, seq_len: int, num_steps: int, share: float, vocab: 
     }
 
 
+PEAKS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+"""FLOP/s of bfloat16 products, dense, by a part of the device's name (their data sheets; H100 as SXM)."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """What the device could do at most; None where that is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in sorted(PEAKS.items(), key=lambda pair: -len(pair[0])) if part in name), None)
+
+
+class Meter:
+    """Model FLOP utilisation (MFU): the FLOP that training needs, by `train_flop`, as a share of what the devices could do in that time."""
+
+    def __init__(self, config: Config, target: Any, peak: float):
+        """`peak`: FLOP/s of all devices together."""
+        self.sizes, self.seq_len, self.peak = measure(config.head, target), config.train.seq_len, peak
+        self.vocab = config.head.draft_vocab_size or self.sizes.vocab
+
+    def mfu(self, num_steps: int, share: float, tokens_per_second: float) -> float:
+        """Of an unroll over `num_steps`, with this share of supervised tokens."""
+        return tokens_per_second * sum(train_flop(self.sizes, self.seq_len, num_steps, share, self.vocab).values()) / self.peak
+
+
 def plan(config: Config) -> dict[str, Table]:
     """Every table of a configuration, by title."""
     sizes = measure(config.head, read_target(config.target))

@@ -24,6 +24,7 @@ from mtp_train.heads.table import build_head
 from mtp_train.interfaces import TargetInfo
 from mtp_train.optim import make_optimizer, take_up
 from mtp_train.parallel import Objective, Replica, make_replica
+from mtp_train.planner import Meter, peak_flops
 from mtp_train.provenance import write_provenance
 from mtp_train.serving import choose_class
 from mtp_train.target.ends import FrozenEnds, read_layer
@@ -55,6 +56,7 @@ class Setup:
     target_config: dict[str, Any]
     at: Progress
     window: dict[str, Any]  # the log line begun
+    meter: Meter | None  # where the device's peak is known
 
 
 def set_up(config: cfg.Config) -> Setup:
@@ -84,7 +86,9 @@ def set_up(config: cfg.Config) -> Setup:
     optimizer = make_optimizer(head, options.optim)
     replica = make_replica(config.distributed.mode, Objective(head, ends, options, draft_vocab, dtype), optimizer, options, device)
     at, window = resume(found[0], replica, data, options.optim) if found else (Progress(), {})
-    setup = Setup(device, replica, optimizer, data, validation, draft_vocab, head_info, target_config.to_dict(), at, window)
+    peak = peak_flops(device)
+    meter = Meter(config, target_config, peak * dist.world_size()) if peak else None
+    setup = Setup(device, replica, optimizer, data, validation, draft_vocab, head_info, target_config.to_dict(), at, window, meter)
     if dist.is_first():
         write_provenance(run_dir / "checkpoints", asdict(config))
     describe(setup, head, reader, config, dtype)

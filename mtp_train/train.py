@@ -44,7 +44,7 @@ def train(config: cfg.Config) -> Path:
     run_dir, options = Path(config.run_dir), config.train
     setup = set_up(config)
     at, replica = setup.at, setup.replica
-    metrics = Metrics(run_dir, options, at.step, setup.window, setup.device)
+    metrics = Metrics(run_dir, options, at.step, setup.window, setup.device, setup.meter)
     measurer = Measurer(config, at.step)
     feed = steps(setup, options.accumulation)
     last, stopped = run_dir / "checkpoints", False

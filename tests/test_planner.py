@@ -18,7 +18,7 @@ from mtp_train.heads.base import chained, supervised, unroll
 from mtp_train.heads.table import build_head
 from mtp_train.interfaces import Batch
 from mtp_train.loss import draft_loss
-from mtp_train.planner import Sizes, measure, plan, read_target, report, stage_seconds, train_flop
+from mtp_train.planner import Meter, Sizes, measure, peak_flops, plan, read_target, report, stage_seconds, train_flop
 from mtp_train.target.ends import FrozenEnds
 from mtp_train.train import stage as train
 from precompute.run import stage as precompute
@@ -249,6 +249,15 @@ def test_recipes_fit_their_node(recipe):
     assert config.train.num_steps <= time["optimiser steps"].value
     assert time["this run"].value <= config.node.hours
     assert 0.9e9 < tables["storage"]["one shard"].value < 1.2e9
+
+
+def test_mfu_is_the_planned_speed_turned_round():
+    config = composed("experiment=llama-3.1-8b")
+    speed, share = plan(config)["training speed"]["of one device"].value, config.node.supervised_share
+    meter = Meter(config, read_target(config.target), config.node.peak_tflops * 1e12)
+    assert meter.mfu(config.train.unroll_steps, share, speed) == pytest.approx(config.node.train_efficiency)
+    assert meter.mfu(1, share, speed) < config.node.train_efficiency
+    assert peak_flops(torch.device("cpu")) is None
 
 
 # ---------------------------------------------------------------- the command

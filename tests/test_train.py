@@ -229,16 +229,29 @@ def test_the_log_counts_every_row_where_the_unroll_begins(captured, tmp_path):
     assert len(line["kl_at"]) == 3
 
 
+class SpeedMeter:
+    """Returns what it was asked."""
+
+    def mfu(self, *asked):
+        return Asked(asked)
+
+
+class Asked(list):
+    def __format__(self, form):
+        return "-"
+
+
 def test_the_log_says_which_share_of_the_time_waited_for_data(captured, tmp_path):
     from mtp_train.loss import LossSums
     from mtp_train.metrics import Metrics
 
     one = torch.ones(1)
-    metrics = Metrics(tmp_path, compose(*captured[1], f'run_dir="{tmp_path}"').train, 0, {}, torch.device("cpu"))
+    metrics = Metrics(tmp_path, compose(*captured[1], f'run_dir="{tmp_path}"').train, 0, {}, torch.device("cpu"), SpeedMeter())
     for step, (seconds, waited) in enumerate([(1.0, 0.5), (3.0, 0.1)], start=1):
         metrics.step(step, LossSums(one.sum(), one.sum(), one, one, one, one, one), 0.1, 1.0, 100, seconds, waited)
     metrics.close()
     (line,) = read_metrics(tmp_path / "metrics.jsonl")
     assert line["stall_share"] == pytest.approx(0.6 / 4)
+    assert line["mfu"] == [1, 2 / 200, 50.0], "unrolled steps, supervised share, tokens per second"
     _, lines = run_training(captured, tmp_path / "run", "train.num_steps=2", "train.optim.warmup_steps=1")
     assert all(0 < line["stall_share"] < 1 for line in lines if "loss" in line)
