@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -141,8 +142,8 @@ def diagnose(prompts: Sequence[Prompt], found: Sequence[dict[str, Any]], other: 
     head, gain = reference.loaded.head, reference.target.ends.norm_weight.float() + reference.target.ends.family.gain_offset
     scores = {}
     for name, fault in FAULTS.items():
-        found = reference.decode(run, prompts, len(prompts), max(len(one.token_ids) for one in other.completions.values()), name, spoiled(head, fault, gain))
-        scores[name] = sum(accepted_by_step(found.completions[prompt.id]) == wanted[prompt.id] for prompt in prompts)
+        spoilt = reference.decode(run, prompts, len(prompts), max(len(one.token_ids) for one in other.completions.values()), name, spoiled(head, fault, gain))
+        scores[name] = sum(accepted_by_step(spoilt.completions[prompt.id]) == wanted[prompt.id] for prompt in prompts)
     most = max(scores.values())
     best = ", or ".join(name for name in scores if scores[name] == most)  # greedy steps are blind to a scale, so some look alike
     if most < 0.75 * len(prompts):
@@ -172,14 +173,16 @@ def compare_engines(evaluation: Any, drafted: list[Decoded]) -> list[dict[str, A
     for run, here in zip(evaluation.options.runs, drafted, strict=True):
         if run.temperature > 0:
             continue
-        vocabs = [None if (vocab := engine.draft_vocab(run)) is None else vocab.tolist() for engine in (mine, other)]
+        drafted_from = mine.draft_vocab(run)
+        same = replace(run, draft_vocab_size=evaluation.info.vocab_size if drafted_from is None else len(drafted_from))  # some classes lose the head's own
+        vocabs = [None if vocab is None else vocab.tolist() for vocab in (drafted_from, other.draft_vocab(same))]
         if vocabs[0] != vocabs[1]:
             evaluation.warnings.append(f"parity, {evaluation.name_of(run)}: the engines draft from different vocabularies; not compared")
             continue
-        there = other.decode(run, evaluation.prompts, evaluation.options.batch_size, evaluation.options.max_new_tokens, f"parity, {evaluation.name_of(run)}")
+        there = other.decode(same, evaluation.prompts, evaluation.options.batch_size, evaluation.options.max_new_tokens, f"parity, {evaluation.name_of(run)}")
         engines = {mine.name: here, other.name: there}
         reference = mine if mine.name == "embedded" else other
-        rows.append(compare(evaluation.prompts, evaluation.name_of(run), engines["embedded"], engines["vllm"], reference, run, recorded))
+        rows.append(compare(evaluation.prompts, evaluation.name_of(run), engines["embedded"], engines["vllm"], reference, same, recorded))
         if not rows[-1]["equal"]:
             evaluation.warnings.append(f"parity, {rows[-1]['name']}: {rows[-1]['verdict']}")
     other.close()
