@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mtp_train.export import SOURCE
 from mtp_train.provenance import atomic_write
-
-MARK = "source.sha256"
 
 
 def figures(report: dict[str, Any], report_dir: Path) -> str:
@@ -36,12 +35,12 @@ def figures(report: dict[str, Any], report_dir: Path) -> str:
 
 def write_figures(head: Path, report: dict[str, Any], report_dir: Path) -> list[Path]:
     """Put the section into the card of every export beside `head` that was made from the same checkpoint, in place of an older one of that engine."""
-    if not (head / MARK).exists():
+    if not (head / SOURCE).exists():
         return []
     section, written = figures(report, report_dir), []
     same = section.split(",", 1)[0]  # "## Measured with ENGINE"
     for card in sorted(head.parent.glob("*/README.md")):
-        if (card.parent / MARK).read_text() != (head / MARK).read_text():
+        if (card.parent / SOURCE).read_text() != (head / SOURCE).read_text():
             continue
         first, *rest = card.read_text().split("\n## ")
         kept = [first.rstrip(), *(f"## {part}".rstrip() for part in rest if not f"## {part}".startswith(same))]

@@ -18,16 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eval.engine import EvalEngine
-from eval.engine_hf import EmbeddedEngine
-from eval.engine_vllm import VllmEngine
 from eval.prompts import Prompt, read_prompts
 from eval.report import finite
+from eval.run import ENGINES
 from mtp_train import cli
 from mtp_train import config as cfg
 from mtp_train.checkpoint import ACCEPTANCE, checkpoints, load_head, read_state
 from mtp_train.data.chat import open_tokenizer
-from mtp_train.dist import pick_device, pick_dtype
+from mtp_train.dist import dtype_name, pick_device, pick_dtype
 from mtp_train.export import write_engine
 from mtp_train.measure import prompts_path
 from mtp_train.provenance import atomic_write
@@ -49,9 +47,8 @@ def measure(config: cfg.Config, checkpoint: Path, prompts: list[Prompt], stops: 
             target_config = json.loads((checkpoint / "target_config.json").read_text())
             write_engine(Path(folder), loaded, target_config, "vllm" if loaded.draft_vocab is None else "vllm_plugin")
         config = replace(config, eval=replace(options, head=str(checkpoint), vllm_head=folder, runs=[run]))
-        kinds: dict[str, Any] = {"embedded": EmbeddedEngine, "vllm": VllmEngine}
-        engine: EvalEngine = kinds[config.engine.name](config, loaded, stops, max(len(one.token_ids) for one in prompts))
-        engine.load(str(pick_dtype(options.dtype, pick_device(config.target.device))).removeprefix("torch."))
+        engine = ENGINES[config.engine.name](config, loaded, stops, max(len(one.token_ids) for one in prompts))
+        engine.load(dtype_name(pick_dtype(options.dtype, pick_device(config.target.device))))
         decoded = engine.decode(run, prompts, options.batch_size, options.max_new_tokens, f"checkpoint {checkpoint.name}")
         engine.close()
     found = finite(summarise([decoded.completions[one.id].stats for one in prompts]))

@@ -164,10 +164,10 @@ def verdict(found: list[dict[str, Any]], num_prompts: int, num_drafts: int, rate
     return True, ("equal to the last counter" if not found else f"{len(found)} near-ties, else equal") + note
 
 
-def compare_engines(evaluation: Any, drafted: list[Decoded]) -> list[dict[str, Any]]:
+def compare_engines(evaluation: Any, drafted: list[Decoded], engines: dict[str, Callable[..., Any]]) -> list[dict[str, Any]]:
     """One row for each greedy run: counters of both engines and of the prediction from shards, and the verdict."""
-    mine, others = evaluation.engine, [name for name in evaluation.make if name != evaluation.engine.name]
-    other = evaluation.make[others[0]](*evaluation.arguments)
+    mine = evaluation.engine
+    (other,) = (kind(*evaluation.arguments) for name, kind in engines.items() if name != mine.name)
     other.load(mine.dtype)
     recorded, rows = evaluation.recorded_validation(), []
     for run, here in zip(evaluation.options.runs, drafted, strict=True):
@@ -180,9 +180,9 @@ def compare_engines(evaluation: Any, drafted: list[Decoded]) -> list[dict[str, A
             evaluation.warnings.append(f"parity, {evaluation.name_of(run)}: the engines draft from different vocabularies; not compared")
             continue
         there = other.decode(same, evaluation.prompts, evaluation.options.batch_size, evaluation.options.max_new_tokens, f"parity, {evaluation.name_of(run)}")
-        engines = {mine.name: here, other.name: there}
+        found = {mine.name: here, other.name: there}
         reference = mine if mine.name == "embedded" else other
-        rows.append(compare(evaluation.prompts, evaluation.name_of(run), engines["embedded"], engines["vllm"], reference, same, recorded))
+        rows.append(compare(evaluation.prompts, evaluation.name_of(run), found["embedded"], found["vllm"], reference, same, recorded))
         if not rows[-1]["equal"]:
             evaluation.warnings.append(f"parity, {rows[-1]['name']}: {rows[-1]['verdict']}")
     other.close()

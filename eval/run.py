@@ -33,7 +33,7 @@ from mtp_train import config as cfg
 from mtp_train.checkpoint import load_head
 from mtp_train.data.chat import open_tokenizer
 from mtp_train.data.manifest import Manifest
-from mtp_train.dist import pick_device, pick_dtype
+from mtp_train.dist import dtype_name, pick_device, pick_dtype
 from mtp_train.metrics import read_metrics
 from mtp_train.provenance import provenance, write_provenance
 from mtp_train.spec_decode.stats import AcceptanceStats, summarise
@@ -42,6 +42,7 @@ from mtp_train.target.identity import target_info
 
 log = logging.getLogger(__name__)
 
+ENGINES: dict[str, Callable[..., EvalEngine]] = {"embedded": EmbeddedEngine, "vllm": VllmEngine}
 PARTS = ("propose", "extend", "verify", "commit")
 
 
@@ -61,9 +62,8 @@ class Evaluation:
         self.loaded.info.target.check(self.info, f"the head {config.eval.head}")
         self.prompts = read_prompts(config.eval.prompts, self.tokenizer, config.eval.num_prompts, config.data.template_kwargs)
         longest = max(len(prompt.token_ids) for prompt in self.prompts)
-        self.make: dict[str, Callable[..., EvalEngine]] = {"embedded": EmbeddedEngine, "vllm": VllmEngine}
         self.arguments = (config, self.loaded, stops, longest)
-        self.engine: EvalEngine = (ServerEngine if config.eval.server else self.make[config.engine.name])(*self.arguments)
+        self.engine: EvalEngine = (ServerEngine if config.eval.server else ENGINES[config.engine.name])(*self.arguments)
         self.warnings: list[str] = []
         if longest + self.options.max_new_tokens > self.loaded.info.seq_len:
             self.warnings.append(
@@ -71,7 +71,7 @@ class Evaluation:
             )
 
     def dtype(self, name: str) -> str:
-        return str(pick_dtype(name, self.device)).removeprefix("torch.")
+        return dtype_name(pick_dtype(name, self.device))
 
     def name_of(self, run: cfg.EvalRunConfig | None) -> str:
         return name_of(run, self.engine.draft_vocab(run)) if run else "plain decoding"
@@ -179,7 +179,7 @@ class Evaluation:
         runs = [self.run_row(run, one) for run, one in zip(self.options.runs, drafted, strict=True)]
         greedy = next((one for run, one in zip(self.options.runs, drafted, strict=True) if run.temperature == 0), None)
         lossless = self.lossless(plain, greedy) if plain and greedy else {"checked": False}
-        parity = compare_engines(self, drafted) if self.options.parity else None
+        parity = compare_engines(self, drafted, ENGINES) if self.options.parity else None
         if not once:
             self.engine.load(self.dtype(self.options.speed_dtype))
             timed = [self.time(way) for way in ways]

@@ -44,6 +44,11 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     return getattr(torch, name)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" of torch.float32: as configurations, manifests and engines write it."""
+    return str(dtype).removeprefix("torch.")
+
+
 # ---------------------------------------------------------------- the processes of a training
 
 

@@ -31,6 +31,9 @@ from mtp_train.serving import EngineClass, choose_class, class_of
 
 log = logging.getLogger(__name__)
 
+SOURCE = "source.sha256"
+"""In every export: the hash of the weights that it was made from."""
+
 
 def read_engine(folder: Path, info: HeadInfo, target_config: dict[str, Any]) -> LoadedHead:
     """The head of an engine's directory, strictly: the directory carries tensors and engine config, `info` says what they are."""
@@ -88,7 +91,7 @@ def export(config: cfg.Config) -> None:
     for name in config.export.formats:
         folder = run_dir / "export" / name
         stamp = folder / "provenance.json"
-        if stamp.exists() and (folder / "source.sha256").read_text() == mark:
+        if stamp.exists() and (folder / SOURCE).read_text() == mark:
             log.info("export %s is complete: %s", name, folder)
             continue
         if folder.exists():
@@ -100,7 +103,7 @@ def export(config: cfg.Config) -> None:
                 write_engine(temporary, loaded, target_config, name)
             check_written(temporary, name, loaded, target_config)
             write_provenance(temporary, asdict(config))
-            (temporary / "source.sha256").write_text(mark)
+            (temporary / SOURCE).write_text(mark)
         log.info("exported step %d as %s: %s", loaded.info.step, name, folder)
 
 

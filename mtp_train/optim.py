@@ -71,10 +71,12 @@ def lr_at(step: int, num_steps: int, config: OptimConfig) -> float:
 @torch.no_grad()
 def update_average(optimizer: Optimizer, decay: float, step: int) -> None:
     """After optimiser step number `step` (from 1): average the weights so far, step s weighing decay ** (step - s), normalised. Decay 0: no average."""
+    if not decay:
+        return
     share = (1 - decay) / (1 - decay**step)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         state = optimizer.state.get(parameter)
-        if decay and state:  # a parameter that never had a gradient has none
+        if state:  # a parameter that never had a gradient has none
             if AVERAGE not in state:
                 state[AVERAGE] = parameter.detach().clone()
             state[AVERAGE].lerp_(parameter, share)

@@ -112,7 +112,7 @@ def train_flop(sizes: Sizes, seq_len: int, num_steps: int, share: float, vocab: 
     }
 
 
-PEAKS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 """FLOP/s of bfloat16 products, dense, by a part of the device's name (their data sheets; H100 as SXM)."""
 
 
@@ -121,7 +121,7 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in sorted(PEAKS.items(), key=lambda pair: -len(pair[0])) if part in name), None)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 class Meter:

@@ -48,7 +48,6 @@ class Setup:
 
     device: torch.device
     replica: Replica
-    optimizer: torch.optim.Optimizer
     data: PackedBatches
     validation: PackedBatches | None
     draft_vocab: Tensor | None
@@ -88,7 +87,7 @@ def set_up(config: cfg.Config) -> Setup:
     at, window = resume(found[0], replica, data, options.optim) if found else (Progress(), {})
     peak = peak_flops(device)
     meter = Meter(config, target_config, peak * dist.world_size()) if peak else None
-    setup = Setup(device, replica, optimizer, data, validation, draft_vocab, head_info, target_config.to_dict(), at, window, meter)
+    setup = Setup(device, replica, data, validation, draft_vocab, head_info, target_config.to_dict(), at, window, meter)
     if dist.is_first():
         write_provenance(run_dir / "checkpoints", asdict(config))
     describe(setup, head, reader, config, dtype)
@@ -110,7 +109,7 @@ def describe(setup: Setup, head: DraftHead, reader: ShardReader, config: cfg.Con
         sum(tensor.numel() for tensor in head.parameters()) / 1e6,
         len(reader),
         int(reader.supervised.sum()),
-        str(dtype).removeprefix("torch."),
+        dist.dtype_name(dtype),
         setup.device.type,
         dist.world_size(),
         config.distributed.mode,

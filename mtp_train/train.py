@@ -52,7 +52,7 @@ def train(config: cfg.Config) -> Path:
         while at.step < options.num_steps and not stopped:
             started = time.perf_counter()
             lr = lr_at(at.step, options.num_steps, options.optim)
-            for group in setup.optimizer.param_groups:
+            for group in replica.optimizer.param_groups:
                 group["lr"] = lr * group["lr_scale"]
 
             # Forward and backward: every micro-batch is divided by the supervised tokens (or documents) of the whole step, of all ranks.
@@ -73,18 +73,18 @@ def train(config: cfg.Config) -> Path:
             if not torch.isfinite(norm):
                 raise ValueError(f"step {at.step}: the gradient norm is {float(norm)}; lower train.optim.lr or check the states")
             at.step += 1
-            update_average(setup.optimizer, options.optim.ema_decay, at.step)
+            update_average(replica.optimizer, options.optim.ema_decay, at.step)
 
             # Log, validate, save.
             metrics.step(at.step, over_ranks(total), lr, float(norm), int(num_tokens), time.perf_counter() - started, waited)
             stopped, final = bool(num_stopped), at.step == options.num_steps
             validation = None
             if setup.validation and (final or (options.validate_every and at.step % options.validate_every == 0)):
-                with averaged(setup.optimizer):
+                with averaged(replica.optimizer):
                     validation = validate(setup, options.unroll_steps)
                 metrics.validation(at.step, validation)
             if final or stopped or at.step % options.save_every == 0:
-                with averaged(setup.optimizer):
+                with averaged(replica.optimizer):
                     last = save(setup, run_dir, {"validation": validation, "window": metrics.state()}, options.keep_last)
                 measurer.saved()
             measurer.report(metrics)

@@ -27,7 +27,7 @@ from mtp_train import config as cfg
 from mtp_train.data import manifest, shards
 from mtp_train.data.chat import Tally, check_template, open_tokenizer, prompt_ids, tokenize
 from mtp_train.data.corpus import BadRow, read_corpus
-from mtp_train.dist import pick_device, pick_dtype
+from mtp_train.dist import dtype_name, pick_device, pick_dtype
 from mtp_train.interfaces import Conversation, Reject, Tap, TokenRow
 from mtp_train.planner import report, state_bytes
 from mtp_train.provenance import atomic_path, atomic_write, fingerprint, write_provenance
@@ -65,7 +65,7 @@ class Precompute:
     def engine(self) -> EmbeddedEngine | VllmEngine:
         """What runs the target."""
         target, limit = self.config.target, self.config.data.max_length
-        dtype = self.info.dtype if target.dtype == "auto" else str(pick_dtype(target.dtype, pick_device(target.device))).removeprefix("torch.")
+        dtype = self.info.dtype if target.dtype == "auto" else dtype_name(pick_dtype(target.dtype, pick_device(target.device)))
         if self.config.engine.name == "vllm":
             ends = FrozenEnds.from_pretrained(target.path)
             return VllmEngine(str(local_dir(target.path)), self.taps, ends, dtype, limit, self.config.engine)
