@@ -16,7 +16,7 @@ import os
 import random
 import statistics
 import sysconfig
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +46,33 @@ class WithoutNorms(MTPHead):
 
 
 HEADS["mtp_without_norms"] = WithoutNorms
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What differs from the defaults."""
+
+    overrides: tuple[str, ...] = ()
+    norms: bool = True
+    alone: float = 0.0  # share of the steps that train the first draft alone (train.unroll_from_step)
+
+
 ARMS = {
-    "norms restored, unroll 3, KL + 0.1 feature, identity": (),
-    "unroll 1": ("train.unroll_steps=1",),
-    "unroll 2": ("train.unroll_steps=2",),
-    "soft labels alone": ("train.loss.feature_weight=0",),
-    "start: target's last layer": ("head.init=last_layer",),
-    "loss: lk_hybrid": ("train.loss.kind=lk_hybrid",),
-    "loss: hard labels": ("train.loss.kind=hard_ce",),
-    "muon": ("train.optim.name=muon",),
-    "norms removed (EAGLE-1)": ("norms=false",),
+    "norms restored, unroll 3, KL + 0.1 feature, identity": Arm(),
+    "unroll 1": Arm(("train.unroll_steps=1",)),
+    "unroll 2": Arm(("train.unroll_steps=2",)),
+    "unroll 3 in the last fifth of the steps": Arm(alone=0.8),
+    "soft labels alone": Arm(("train.loss.feature_weight=0",)),
+    "start: target's last layer": Arm(("head.init=last_layer",)),
+    "start: target's last layer, a quarter of the rate": Arm(("head.init=last_layer", "train.optim.lr=5.0e-4")),
+    "norms removed (EAGLE-1)": Arm(norms=False),
 }
-LONG_ARMS = {"long prompts, norms restored": (), "long prompts, norms removed (EAGLE-1)": ("norms=false",)}
+MORE_ARMS = {
+    "loss: lk_hybrid": Arm(("train.loss.kind=lk_hybrid",)),
+    "loss: hard labels": Arm(("train.loss.kind=hard_ce",)),
+    "muon": Arm(("train.optim.name=muon",)),
+}
+LONG_ARMS = {"long prompts, norms restored": Arm(), "long prompts, norms removed (EAGLE-1)": Arm(norms=False)}
 
 
 def source_prompts(path: Path, num: int, seed: int, tokens: tuple[int, int]) -> Path:
@@ -91,20 +106,20 @@ def base(run: Path, folder: Path) -> list[str]:
     return ["experiment=demo", f"run_dir='{folder}'", f"target.path='{cache}'"]
 
 
-def configure(run: Path, folder: Path, seed: int, flop: float, overrides: tuple[str, ...]) -> Config:
+def configure(run: Path, folder: Path, seed: int, flop: float, arm: Arm, *extra: str) -> Config:
     """The configuration of an arm, with the steps that its FLOP allow."""
-    extra = [one for one in overrides if one != "norms=false"]
-    fixed = [f"train.seed={seed}", "train.unroll_from_step=0", "train.validate_every=0", "train.save_every=100000", "train.optim.warmup_steps=5"]
-    config = compose(*base(run, folder), *fixed, *extra)
+    fixed = [f"train.seed={seed}", "train.validate_every=0", "train.save_every=100000", "train.optim.warmup_steps=5"]
+    config = compose(*base(run, folder), *fixed, *extra, *arm.overrides)
     sizes, options = measure(config.head, read_target(config.target)), config.train
-    share = supervised_share(config)[0].value
-    each = train_flop(sizes, options.seq_len, options.unroll_steps, share, config.head.draft_vocab_size or sizes.vocab)
-    steps = max(10, round(flop / (sum(each.values()) * options.seq_len * options.rows_per_batch * options.accumulation)))
-    kind = "mtp_without_norms" if len(extra) < len(overrides) else config.head.kind
-    return replace(config, head=replace(config.head, kind=kind), train=replace(options, num_steps=steps))
+    share, width = supervised_share(config)[0].value, config.head.draft_vocab_size
+    alone, whole = (sum(train_flop(sizes, options.seq_len, num, share, width or sizes.vocab).values()) for num in (1, options.unroll_steps))
+    tokens = options.seq_len * options.rows_per_batch * options.accumulation
+    steps = max(10, round(flop / ((arm.alone * alone + (1 - arm.alone) * whole) * tokens)))
+    kind = config.head.kind if arm.norms else "mtp_without_norms"
+    return replace(config, head=replace(config.head, kind=kind), train=replace(options, num_steps=steps, unroll_from_step=round(arm.alone * steps)))
 
 
-def run_arm(run: Path, shards: Path, folder: Path, seed: int, flop: float, overrides: tuple[str, ...]) -> dict[str, Any]:
+def run_arm(run: Path, shards: Path, folder: Path, seed: int, flop: float, arm: Arm, *extra: str) -> dict[str, Any]:
     """Train one arm with one seed and walk the held-out rows."""
     result = folder / "result.json"
     if result.exists():
@@ -112,7 +127,7 @@ def run_arm(run: Path, shards: Path, folder: Path, seed: int, flop: float, overr
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "shards").exists():
         os.symlink(shards.resolve(), folder / "shards")
-    config = configure(run, folder, seed, flop, overrides)
+    config = configure(run, folder, seed, flop, arm, *extra)
     train(config)
     figures = validate(set_up(config), JUDGED_STEPS)
     norms = [line["grad_norm"] for line in read_metrics(folder / "metrics.jsonl") if "grad_norm" in line]
@@ -141,21 +156,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="run directory of a finished make demo")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--flop", type=float, default=3.0e12, help="of each arm: about a minute on one core")
+    parser.add_argument("--flop", type=float, default=3.0e12, help="of each arm: one to two minutes on one core")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", help="arms whose name contains this")
+    parser.add_argument("--more", action="store_true", help="other losses and Muon, too")
     parser.add_argument("--long", action="store_true", help="the arms on long prompts")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    shards, extra, arms = options.run / "shards", (), ARMS
+    shards, extra, arms = options.run / "shards", (), ARMS | (MORE_ARMS if options.more else {})
     if options.long:
         (shards, extra), arms = capture_long(options.run, options.out / "long"), LONG_ARMS
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in range(options.seeds):
-        for name, overrides in arms.items():
+        for name, arm in arms.items():
             if options.only is None or options.only in name:
                 folder = options.out / f"{''.join(c if c.isalnum() else '-' for c in name)}-{seed}"
-                found.setdefault(name, []).append(run_arm(options.run, shards, folder, seed, options.flop, (*overrides, *extra)))
+                found.setdefault(name, []).append(run_arm(options.run, shards, folder, seed, options.flop, arm, *extra))
     print(table(found))
 
 

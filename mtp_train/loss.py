@@ -142,6 +142,7 @@ KINDS: dict[str, Callable[[_Rows, LossConfig], Tensor]] = {
 # ---------------------------------------------------------------- chunks
 
 BLOCK_SHARE = 4  # a block's float32 tensors take one part in four of the memory budget, the chunk's logits the rest
+ROWS_STEP = 16
 BLOCK_BYTES = 16  # of each logit: the target's probabilities, the draft's, and two temporaries
 
 
@@ -205,6 +206,8 @@ class _Chunks:
         block = max(1, budget // BLOCK_SHARE // block_row)
         row = self.ends.bytes_per_logit * (num_steps * width + target_width) + 16 * num_steps * hidden
         chunk = max(1, (budget - block * block_row) // row)
+        if chunk > ROWS_STEP:  # products of 63 rows take up to 1.8 times those of 64
+            chunk -= chunk % ROWS_STEP
         return chunk, min(block, chunk)
 
     def run(self) -> None:
