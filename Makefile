@@ -51,7 +51,7 @@ test-all: $(VENV)/.demo $(VENV)/.vllm ## every test that needs no GPU
 check: $(VENV)/.installed ## style, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy mtp_train mtp_vllm precompute eval
+	$(BIN)/mypy mtp_train mtp_vllm precompute eval slurm
 	$(BIN)/lint-imports
 
 style: $(VENV)/.installed ## format and fix what can be fixed

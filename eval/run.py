@@ -1,7 +1,8 @@
 """Acceptance, measured by decoding held-out prompts with a real draft/target engine; writes report.json, report.md and report.html.
 
 Every measurement is made by decoding, never by teacher forcing. Greedy output is compared with plain decoding on the same runner; what
-drafting is worth in time is measured apart. engine=vllm measures in vLLM, parity=true in both engines, side by side.
+drafting is worth in time is measured apart. engine=vllm measures in vLLM, parity=true in both engines, side by side. eval.part=0, eval.part=1, ...
+measure one of eval.runs each, in processes of their own; eval.steps=[report] joins them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from eval import parts
 from eval.card import write_figures
 from eval.engine import Decoded, EvalEngine
 from eval.engine_hf import EmbeddedEngine
@@ -35,7 +37,7 @@ from mtp_train.data.chat import open_tokenizer
 from mtp_train.data.manifest import Manifest
 from mtp_train.dist import dtype_name, pick_device, pick_dtype
 from mtp_train.metrics import read_metrics
-from mtp_train.provenance import provenance, write_provenance
+from mtp_train.provenance import atomic_write, provenance, write_provenance
 from mtp_train.spec_decode.stats import AcceptanceStats, summarise
 from mtp_train.target.ends import local_dir
 from mtp_train.target.identity import target_info
@@ -161,8 +163,8 @@ class Evaluation:
             out.append({"id": prompt.id, "domain": prompt.domain, "prompt": prompt.text, "tokens": tokens})
         return out
 
-    def write(self, report_dir: Path) -> dict[str, Any]:
-        """Measure everything and write the report. Ways of drafting come one after the other: an engine may have to start for each."""
+    def report(self) -> dict[str, Any]:
+        """Measure everything. Ways of drafting come one after the other: an engine may have to start for each."""
         ways: list[cfg.EvalRunConfig | None] = [*([None] if self.engine.decodes_plainly else []), *self.options.runs]
         self.engine.load(self.dtype(self.options.dtype))
         checks = self.engine.self_checks(self.prompts[:4]) if self.options.self_checks else []
@@ -191,8 +193,6 @@ class Evaluation:
             "training": training_curve(Path(self.config.run_dir)), "reproduce": reproduce(self.config),
         }  # fmt: skip
         self.engine.close()
-        write_report(report, report_dir)
-        write_provenance(report_dir, asdict(self.config))
         return report
 
     def head_row(self) -> dict[str, Any]:
@@ -226,20 +226,53 @@ def reproduce(config: cfg.Config) -> dict[str, Any]:
     return {"command": shlex.join(["mtp-eval", *sys.argv[1:]]), "config": yaml.safe_dump(asdict(config), sort_keys=False), "provenance": provenance()}
 
 
+def mark_of(config: cfg.Config) -> dict[str, Any]:
+    """What a report is a report of, as JSON has it."""
+    options = {key: value for key, value in asdict(config.eval).items() if key not in ("steps", "part")}
+    mark = options | asdict(config.engine) | {"head_step": load_head(config.eval.head).info.step, "target": config.target.path}
+    return json.loads(json.dumps(mark))
+
+
+def alone(config: cfg.Config, part: int) -> cfg.Config:
+    """The configuration of one run."""
+    return replace(config, eval=replace(config.eval, runs=[config.eval.runs[part]], part=None))
+
+
+def measure_part(config: cfg.Config, part: int, report_dir: Path) -> None:
+    """Measure one run, unless that was done."""
+    one = alone(config, part)
+    mark = mark_of(one)
+    if parts.is_there(report_dir, part, mark):
+        log.info("part %d is complete: %s", part, parts.path_of(report_dir, part))
+        return
+    parts.write(report_dir, part, mark, Evaluation(one).report())
+
+
+def joined(config: cfg.Config, report_dir: Path) -> dict[str, Any]:
+    """The report of all parts; it names the machine that measured."""
+    found = [parts.read(report_dir, part, mark_of(alone(config, part))) for part in range(len(config.eval.runs))]
+    report = parts.join(found)
+    return report | {"reproduce": reproduce(config) | {"provenance": report["reproduce"]["provenance"]}}
+
+
 def stage(config: cfg.Config) -> None:
     """The command mtp-eval: does nothing when the report of this very head and configuration is there."""
     report_dir = Path(config.run_dir) / ("eval" if config.engine.name == "embedded" else f"eval-{config.engine.name}")
-    mark = asdict(config.eval) | asdict(config.engine) | {"head_step": load_head(config.eval.head).info.step, "target": config.target.path}
-    stamp = report_dir / "done.json"
-    if stamp.exists() and json.loads(stamp.read_text()) == json.loads(json.dumps(mark)):
+    if config.eval.part is not None:
+        measure_part(config, config.eval.part, report_dir)
+        return
+    mark, stamp = mark_of(config), report_dir / "done.json"
+    if stamp.exists() and json.loads(stamp.read_text()) == mark:
         log.info("the report is complete: %s", report_dir / "report.html")
         report = json.loads((report_dir / "report.json").read_text())
     else:
         stamp.unlink(missing_ok=True)
-        report = Evaluation(config).write(report_dir)
+        report = Evaluation(config).report() if "measure" in config.eval.steps else joined(config, report_dir)
+        write_report(report, report_dir)
+        write_provenance(report_dir, asdict(config))
         for card in write_figures(Path(config.eval.head), report, report_dir):
             log.info("figures added to %s", card)
-        stamp.write_text(json.dumps(mark))
+        atomic_write(stamp, json.dumps(mark))
     sys.stdout.write(terminal_table(report) + f"\nreport: {report_dir / 'report.html'}\n")
 
 

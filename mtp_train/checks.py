@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtp_train.config_cluster import SUBMIT_STAGES
+
 
 def one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is allowed."""
@@ -68,6 +70,34 @@ def check(config: Any) -> None:
         found = f"train.optim.name={train.optim.name}, ema_decay={train.optim.ema_decay}"
         raise ValueError(f"distributed.mode={config.distributed.mode} cuts matrices into flat pieces, {found} need them whole: use ddp")
     check_node(config.node, config.target.arch)
+    check_cluster(config.cluster)
+    for stage in config.submit.stages:
+        one_of("submit.stages", stage, SUBMIT_STAGES)
+    for step in config.eval.steps:
+        one_of("eval.steps", step, ("measure", "report"))
+    if not config.eval.steps:
+        raise ValueError("eval.steps is empty: it names measure, report or both")
+    if config.eval.part is not None and not 0 <= config.eval.part < len(config.eval.runs):
+        raise ValueError(f"eval.part={config.eval.part} is not below {len(config.eval.runs)}, the number of eval.runs")
+
+
+def check_cluster(cluster: Any) -> None:
+    """Raise ValueError for what no job can be made of."""
+    positive(cluster__nodes=cluster.nodes, cluster__cpus_per_process=cluster.cpus_per_process, cluster__signal_lead_s=cluster.signal_lead_s)
+    for name in ("gpus_per_node", "max_requeues", "retries"):
+        if getattr(cluster, name) < 0:
+            raise ValueError(f"cluster.{name}={getattr(cluster, name)} must not be below 0")
+    stages = (*SUBMIT_STAGES, "sweep", "compare")
+    if missing := [stage for stage in stages if stage not in cluster.time]:
+        raise ValueError(f"cluster.time has no limit for {', '.join(missing)}; it names {', '.join(cluster.time)}")
+    for name in (*cluster.time, *cluster.stage_flags):
+        one_of("cluster.time or cluster.stage_flags", name, stages)
+    for key, value in cluster.env.items():
+        if not key.isidentifier():
+            raise ValueError(f"cluster.env: {key!r}={value!r} is no name of a variable")
+    for flag in (*cluster.flags, *(flag for flags in cluster.stage_flags.values() for flag in flags)):
+        if not flag.startswith("-") or "\n" in flag:
+            raise ValueError(f"cluster.flags: {flag!r} is not one flag of sbatch, such as --exclude=node7")
 
 
 def check_node(node: Any, arch: Any) -> None:

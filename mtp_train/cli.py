@@ -16,7 +16,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from mtp_train.config import CONF_DIR, Config, load
+from mtp_train.config import CONF_DIR, Config, load, read
 
 
 def field_help(kind: type) -> dict[str, str]:
@@ -48,6 +48,7 @@ def describe(kind: type, prefix: str = "") -> list[str]:
 HELP = """{doc}
 
 Usage: {name} [experiment=NAME] [key=value ...]
+       {name} --config FILE [key=value ...]    the config.yaml that a run left, instead of composing one
   Lists are given as 'key=[a,b]'; quote the whole argument for the shell. Values with commas, spaces, = or # need inner quotes:
   'eval.prompts="my, file.jsonl"'. Print the composed configuration with --cfg job; more of hydra with --hydra-help.
 
@@ -70,7 +71,7 @@ def help_text(name: str, doc: str) -> str:
 def set_up_logging() -> None:
     """Our own messages to stderr; what libraries say at this level is not for our users."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    for package in ("mtp_train", "precompute", "eval", "__main__"):
+    for package in ("mtp_train", "precompute", "eval", "slurm", "__main__"):
         logging.getLogger(package).setLevel(logging.INFO)
 
 
@@ -86,12 +87,16 @@ def one_line_errors() -> Iterator[None]:
 
 
 def main(doc: str, stage: Callable[[Config], None]) -> None:
-    """The command line of a stage: compose, check, run. A ValueError or missing file becomes one clear line and exit code 1."""
+    """The command line of a stage: compose (or read), check, run. A ValueError or missing file becomes one clear line and exit code 1."""
     if {"--help", "-h"} & set(sys.argv[1:]):
         sys.stdout.write(help_text(Path(sys.argv[0]).name, doc))
         return
 
     set_up_logging()
+    if sys.argv[1:2] == ["--config"] and len(sys.argv) > 2:
+        with one_line_errors():
+            stage(read(Path(sys.argv[2]), sys.argv[3:]))
+        return
 
     def run(composed: DictConfig) -> None:
         with one_line_errors():

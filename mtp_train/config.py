@@ -6,6 +6,7 @@ defaults here: a value stands once, in YAML. The string under a field is what `-
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -15,6 +16,8 @@ import omegaconf
 from omegaconf import DictConfig, OmegaConf
 
 from mtp_train.checks import check
+from mtp_train.config_cluster import ClusterConfig as ClusterConfig
+from mtp_train.config_cluster import SubmitConfig as SubmitConfig
 from mtp_train.config_train import DistributedConfig as DistributedConfig
 from mtp_train.config_train import HeadConfig as HeadConfig
 from mtp_train.config_train import HeadLayout as HeadLayout
@@ -160,6 +163,10 @@ class EvalRunConfig:
 
 @dataclass
 class EvalConfig:
+    steps: list[str]
+    """which of measure, report to run; report joins what was measured part by part"""
+    part: Optional[int]  # noqa: UP045
+    """measure this one of `runs` alone and leave the report to a later call; null: all of them, one after another"""
     prompts: Optional[str]  # noqa: UP045
     """JSONL of held-out conversations; each is answered from its last user turn"""
     head: str
@@ -226,6 +233,10 @@ class Config:
     """acceptance in decoding"""
     node: NodeConfig
     """the machine of plan=true, and what is assumed of it"""
+    cluster: ClusterConfig
+    """the SLURM cluster of mtp-submit"""
+    submit: SubmitConfig
+    """what mtp-submit submits"""
 
 
 def load(composed: DictConfig) -> Config:
@@ -240,9 +251,10 @@ def load(composed: DictConfig) -> Config:
     return config
 
 
-def read(path: Path) -> Config:
-    """The configuration of a finished or running stage, from the `config.yaml` that it left."""
-    return load(OmegaConf.create(path.read_text(encoding="utf-8")))  # type: ignore[arg-type]
+def read(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a finished or running stage, from the `config.yaml` that it left; `overrides` are single fields, key=value."""
+    composed = OmegaConf.merge(OmegaConf.create(path.read_text(encoding="utf-8")), OmegaConf.from_dotlist(list(overrides)))
+    return load(composed)  # type: ignore[arg-type]
 
 
 def compose(*overrides: str) -> Config:

@@ -96,6 +96,8 @@ class WandbConfig:
 
 @dataclass
 class TrainConfig:
+    shards: str
+    """captured states: the folder that holds train/ and, for validation figures, validation/"""
     num_steps: int
     """optimiser steps"""
     unroll_steps: int

@@ -133,6 +133,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         self.received = False
         self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)  # a launcher may have held back what came before (slurm.launch)
         return self
 
     def _receive(self, *_: Any) -> None:

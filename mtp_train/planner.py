@@ -253,6 +253,17 @@ def hours(config: Config, sizes: Sizes, rate: float, stored: int, share: float, 
     return lines
 
 
+def run_hours(config: Config) -> dict[str, float]:
+    """Hours of regeneration, capture and training on the whole node, for the tokens that `train.num_steps` read `node.epochs` times."""
+    sizes = measure(config.head, read_target(config.target))
+    node, options, share = config.node, config.train, supervised_share(config)[0].value
+    flop = train_flop(sizes, options.seq_len, options.unroll_steps, share, config.head.draft_vocab_size or sizes.vocab)
+    rate = node.num_devices * node.peak_tflops * 1e12 * node.train_efficiency / sum(flop.values())
+    stored = state_bytes(1, len(config.precompute.tap_layers) + 1, sizes.hidden, config.precompute.state_dtype)
+    tokens = options.num_steps * options.rows_per_batch * options.seq_len * options.accumulation * node.num_devices / node.epochs
+    return {stage: seconds * tokens / 3600 for stage, seconds in stage_seconds(config, sizes, rate, stored, share).items()}
+
+
 def _binding(node: NodeConfig, by_time: float, by_disk: float) -> str:
     limit = f"node.hours={node.hours:g}" if by_time <= by_disk else f"node.disk_tb={node.disk_tb:g}"
     return f"the limit is {limit}; time alone {si(by_time)}tok, disk alone {si(by_disk)}tok"

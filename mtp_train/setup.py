@@ -65,7 +65,7 @@ def set_up(config: cfg.Config) -> Setup:
     dtype = dist.pick_dtype(options.dtype, device.type)
     torch.manual_seed(options.seed)  # of the head's first weights, alike on every rank; nothing later is random
     info = target_info(config.target.path)
-    reader = open_shards(run_dir / "shards" / "train", info)
+    reader = open_shards(Path(options.shards) / "train", info)
     if int(reader.supervised.sum()) == 0:
         raise ValueError(f"{reader.dir}: 0 supervised tokens in {len(reader)} samples; nothing can be trained (see data.turns and the chat template)")
     ends = FrozenEnds.from_pretrained(config.target.path, dtype=dtype).to(device)
@@ -75,7 +75,7 @@ def set_up(config: cfg.Config) -> Setup:
     draft_vocab = None if vocab is None else vocab.to(device)
     place = (dist.rank(), dist.world_size())
     data = PackedBatches(reader, options.seq_len, options.rows_per_batch, options.seed, *place, options.window_shards)
-    held_out, validation = run_dir / "shards" / "validation", None
+    held_out, validation = Path(options.shards) / "validation", None
     if held_out.exists():
         validation = PackedBatches(open_shards(held_out, info), options.seq_len, options.rows_per_batch, 0, *place)
     head_info = HeadInfo(config.head, info, reader.manifest.taps, options.unroll_steps, options.seq_len, 0)

@@ -1,7 +1,7 @@
 """Train a draft head on captured states: shards in, checkpoints out.
 
 The whole of training is `train` below, in one sitting; what it stands on is made in `setup.py`, and how several processes share the work is
-`parallel.py`. Reads `<run_dir>/shards/train` (and `/validation`), writes `<run_dir>/checkpoints` and `<run_dir>/metrics.jsonl`. The target's
+`parallel.py`. Reads `train.shards` (train/ and validation/ in it), writes `<run_dir>/checkpoints` and `<run_dir>/metrics.jsonl`. The target's
 weights are never loaded, only its embeddings, final norm and lm_head.
 
 On several devices: torchrun --nproc_per_node=8 -m mtp_train.train distributed=ddp ... (or zero1, zero2, zero3).

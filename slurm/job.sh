@@ -1,0 +1,80 @@
+# ---- the ground every job stands on (slurm/job.sh)
+set -u
+
+# SLURM sends USR1 to this script @{lead} s before the limit, and TERM when it takes the job away (scancel, pre-emption: then it queues it again by itself).
+# srun hands USR1 on to the step: training finishes its optimiser step, saves and exits with 75; the other stages end at once, and go on from their files.
+step='' stopped='' signalled=''
+forward() { signalled=1 stopped=$1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null; }
+trap 'forward limit' USR1
+trap 'forward taken' TERM
+
+submission=$SLURM_SUBMIT_DIR # sbatch was called there; logs/ and config.yaml are beside this file
+run_dir=$(dirname -- "$(dirname -- "$submission")")
+config=$submission/config.yaml
+task=${SLURM_ARRAY_TASK_ID:-0}
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$task} # of an array's task: the id alone may mean the whole array
+job=${job:-$SLURM_JOB_ID}
+restarts=${SLURM_RESTART_COUNT:-0}
+name=$stage-${label:-$task} # label: what a task is called, where its number may change
+log=$submission/logs/$stage-$job.log
+export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun does not inherit it (SLURM 22.05 and later)
+export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-1} / processes > 0 ? ${SLURM_CPUS_PER_TASK:-1} / processes : 1))
+@{env}
+@{setup}
+cd -- @{cwd} || exit 1 # relative paths of the configuration begin here
+mkdir -p -- "$run_dir/slurm/done" "$run_dir/slurm/failed"
+rm -f -- "$run_dir/slurm/failed/$name"
+env | grep -viE '^[a-z0-9_]*(token|key|secret|passw|credential)[a-z0-9_]*=' | sort >"$submission/logs/$stage-$job.env"
+echo "== $(date -u +%FT%TZ) $stage, task $task: job $job on ${SLURM_JOB_NODELIST:-?}, started $((restarts + 1)) times"
+
+fail() { # what failed and where to look; the jobs that depend on this one are cancelled
+  printf '%s\njob %s on %s\nlog %s\n' "$1" "$job" "${SLURM_JOB_NODELIST:-?}" "$log" >"$run_dir/slurm/failed/$name"
+  echo "error: $stage, task $task: $1" >&2
+  exit 1
+}
+
+requeue() { # the same job, in the same directory
+  [ "$restarts" -lt @{max_requeues} ] || fail "stopped by $1 after @{max_requeues} restarts (cluster.max_requeues): give it more time (cluster.time.$stage)"
+  echo "== $(date -u +%FT%TZ) stopped by $1: queued again"
+  trap '' TERM
+  scontrol requeue "$job" || fail "stopped by $1, and scontrol requeue $job failed"
+  exit 75
+}
+
+attempt() { # one command, in a step of its own; its exit code
+  "$@" &
+  step=$!
+  local code
+  while
+    signalled=''
+    wait "$step"
+    code=$?
+    [ -n "$signalled" ] # a signal ends wait, not the step
+  do :; done
+  step=''
+  return "$code"
+}
+
+run() { # a command until it is done: stopped ones are queued again, failed ones tried @{retries} times more
+  local code tries=0
+  while [ -z "$stopped" ]; do
+    attempt "$@"
+    code=$?
+    [ "$code" -ne 0 ] || return 0
+    [ -z "$stopped" ] || break
+    [ "$code" -ne 75 ] || requeue "itself (exit code 75)"
+    tries=$((tries + 1))
+    [ "$tries" -le @{retries} ] || fail "exit code $code, after $tries attempts"
+    echo "== $(date -u +%FT%TZ) exit code $code: attempt $((tries + 1)) of $((@{retries} + 1))" >&2
+  done
+  [ "$stopped" = limit ] || { echo "== taken away by SLURM. If by the time limit, cluster.signal_lead_s=@{lead} is too short for a step and a checkpoint"; exit 75; }
+  requeue "the time limit"
+}
+
+finish() { # leaves the mark by which a later submission knows that this is done
+  printf '%s\n' "$fingerprint" >"$run_dir/slurm/done/.$name.$job" &&
+    mv -f -- "$run_dir/slurm/done/.$name.$job" "$run_dir/slurm/done/$name" || fail "cannot write $run_dir/slurm/done/$name"
+  echo "== $(date -u +%FT%TZ) $stage, task $task: done"
+}
+# ----
