@@ -110,7 +110,7 @@ def fingerprints(config: Config) -> dict[str, str]:
 
 def settings(config: Config, stage: str) -> Any:
     """What changes a stage's output, beside what the stages before it left."""
-    data, precompute, head, train, eval_ = map(asdict, (config.data, config.precompute, config.head, config.train, config.eval))  # type: ignore[call-overload]
+    data, precompute, head = asdict(config.data), asdict(config.precompute), asdict(config.head)
     regenerate = precompute["regenerate"]
     demo = asdict(config.demo) if "demo" in config.precompute.steps else None  # its step makes its own files
     if stage == "corpus":
@@ -124,11 +124,11 @@ def settings(config: Config, stage: str) -> Any:
         return [config.engine.name, config.target.dtype, *(precompute[name] for name in ("tap_layers", "shard_tokens", "state_dtype"))]
     if stage == "train":
         rows = config.train.rows_per_batch * config.train.accumulation * config.cluster.nodes * processes(config)
-        return [head, _only(train, stage), rows]
+        return [head, _only(asdict(config.train), stage), rows]
     if stage == "export":
         return asdict(config.export)
     if stage == "eval":
-        return [_only(eval_, stage), config.engine.name, content([config.eval.prompts or ""], config.run_dir)]
+        return [_only(asdict(config.eval), stage), config.engine.name, content([config.eval.prompts or ""], config.run_dir)]
     return None
 
 

@@ -10,7 +10,6 @@ trap 'forward taken' TERM
 
 submission=$SLURM_SUBMIT_DIR # sbatch was called there; logs/ and config.yaml are beside this file
 run_dir=$(dirname -- "$(dirname -- "$submission")")
-config=$submission/config.yaml
 task=${SLURM_ARRAY_TASK_ID:-0}
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$task} # of an array's task: the id alone may mean the whole array
 job=${job:-$SLURM_JOB_ID}
@@ -72,9 +71,10 @@ run() { # a command until it is done: stopped ones are queued again, failed ones
   requeue "the time limit"
 }
 
-finish() { # leaves the mark by which a later submission knows that this is done
-  printf '%s\n' "$fingerprint" >"$run_dir/slurm/done/.$name.$job" &&
-    mv -f -- "$run_dir/slurm/done/.$name.$job" "$run_dir/slurm/done/$name" || fail "cannot write $run_dir/slurm/done/$name"
+finish() { # leaves the mark by which a later submission knows that this is done; it appears whole
+  local mark=$run_dir/slurm/done/$name
+  printf '%s\n' "$fingerprint" >"$mark.$job~" || fail "cannot write $mark"
+  mv -f -- "$mark.$job~" "$mark" || fail "cannot write $mark"
   echo "== $(date -u +%FT%TZ) $stage, task $task: done"
 }
 # ----

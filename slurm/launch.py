@@ -5,7 +5,7 @@ Beside torchrun's own work, three things that a SLURM job needs:
 - USR1 goes to the ranks: they begin with it blocked, so one that comes while they start waits until training can save (`dist.StopSignals`);
 - exit code 75 (stopped, saved) goes through, where torchrun makes 1 of it.
 
-With --scratch the shards are copied to the node's own disk first. Checkpoints stay where they are.
+With cluster.scratch the shards are copied to the node's own disk first. Checkpoints stay where they are.
 """
 
 from __future__ import annotations
@@ -115,23 +115,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, required=True, help="ranks of this node")
     parser.add_argument("--logs", type=Path, required=True, help="folder of the ranks' logs")
-    parser.add_argument("--scratch", help="folder on this node's disk to copy the shards to; $VARIABLES are this node's")
     parser.add_argument("--config", type=Path, required=True, help="config.yaml of the training")
     own = [one for one in sys.argv[1:] if one != "--"]
     options, overrides = parser.parse_known_args(own)
     cli.set_up_logging()
-    copies = None if options.scratch is None else Path(os.path.expandvars(options.scratch)) / f"mtp-{os.environ.get('SLURM_JOB_ID', '')}"
-    hand_on_usr1(copies)
     code = 1
     with cli.one_line_errors():
+        config = cfg.read(options.config, overrides)
+        scratch = config.cluster.scratch and Path(os.path.expandvars(config.cluster.scratch)) / f"mtp-{os.environ.get('SLURM_JOB_ID', '')}"
+        hand_on_usr1(scratch or None)
         try:
-            if copies:
-                shards = stage_in(Path(cfg.read(options.config).train.shards), copies)
-                overrides.append(f"train.shards={json.dumps(str(shards), ensure_ascii=False)}")
+            if scratch:
+                copies = stage_in(Path(config.train.shards), scratch)
+                overrides.append(f"train.shards={json.dumps(str(copies), ensure_ascii=False)}")
             code = launch(options.processes, options.logs, ["--config", str(options.config), *overrides])
         finally:
-            if copies:
-                shutil.rmtree(copies, ignore_errors=True)
+            if scratch:
+                shutil.rmtree(scratch, ignore_errors=True)
     sys.exit(code)
 
 

@@ -36,7 +36,6 @@ def render(stage: Stage, config: Config, cwd: Path, hours: dict[str, float] | st
         "retries": str(cluster.retries),
         "nodes": str(cluster.nodes),
         "processes": str(processes(config)),
-        "scratch": f" --scratch {shlex.quote(cluster.scratch)}" if cluster.scratch else "",
         "corpus_steps": "demo,corpus" if "demo" in config.precompute.steps else "corpus",
     }
     shared = {part: fill((TEMPLATES / f"{part}.sh").read_text(), values).rstrip() for part in ("job", "rendezvous")}

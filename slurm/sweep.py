@@ -38,7 +38,7 @@ def name_of(overrides: Sequence[str]) -> str:
 
 def expand(sweep: str, base: Config, compose: Callable[..., Config]) -> list[Point]:
     """The points of a sweep. `compose` gives the configuration of the base with more overrides."""
-    points = []
+    points: list[Point] = []
     for overrides in combinations(sweep):
         name = name_of(overrides)
         if name in [point.name for point in points]:
