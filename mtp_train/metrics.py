@@ -14,7 +14,7 @@ from mtp_train import dist
 from mtp_train.config import TrainConfig
 from mtp_train.loss import LossSums
 from mtp_train.planner import Meter
-from mtp_train.provenance import atomic_write
+from mtp_train.provenance import atomic_write, fingerprint
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -60,7 +60,9 @@ class Metrics:
         import wandb
 
         mode: Any = self.options.wandb.mode
-        return wandb.init(project=self.options.wandb.project, mode=mode, dir=str(self.path.parent), id=self.path.parent.name, resume="allow")
+        run_dir = self.path.parent.resolve()
+        id = fingerprint(str(run_dir))[:16]  # one run through all restarts; a folder's name may have characters that an id must not
+        return wandb.init(project=self.options.wandb.project, mode=mode, dir=str(run_dir), id=id, name=run_dir.name, resume="allow")
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.file:

@@ -35,6 +35,10 @@ class Entry:
     def of(cls, job: str, submission: str, stage: Stage) -> Entry:
         return cls(job, submission, {task.label: task.fingerprint for task in stage.tasks})
 
+    def covers(self, stage: Stage) -> bool:
+        """Whether it was submitted with these very settings."""
+        return self.tasks == {task.label: task.fingerprint for task in stage.tasks}
+
 
 @dataclass(frozen=True)
 class Record:

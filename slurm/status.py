@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mtp_train.config import Config
+from mtp_train.config_cluster import SUBMIT_STAGES
 from mtp_train.metrics import read_metrics
 from slurm import queue, record
 from slurm.chain import Stage, chain, finished
@@ -24,6 +26,8 @@ def table(run_dir: Path, now: float) -> str:
         raise FileNotFoundError(f"{run_dir} holds no slurm/stages.json: nothing was submitted from there")
     os.chdir(known.cwd)
     config, points = record.load(run_dir / "slurm" / known.submission, [])
+    every = [name for name in SUBMIT_STAGES if name in known.stages or name in config.submit.stages]
+    config = replace(config, submit=replace(config.submit, stages=every))
     jobs, trouble = queue.ask(entry.job for entry in known.stages.values())
     rows = [HEAD]
     for stage in chain(config, points):
@@ -32,7 +36,7 @@ def table(run_dir: Path, now: float) -> str:
         done = finished(stage, run_dir)
         longest = max((job.elapsed for job in mine if job.active), key=len, default="")
         rows.append((
-            stage.name, entry.job if entry else "", state(run_dir, stage, mine, done, bool(entry)), f"{sum(done)}/{len(done)}", longest,
+            stage.name, entry.job if entry else "", state(run_dir, stage, mine, done, entry), f"{sum(done)}/{len(done)}", longest,
             progress(run_dir, stage.name, config, now, [task.run_dir for task in stage.tasks]),
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -44,7 +48,7 @@ def table(run_dir: Path, now: float) -> str:
     return "\n".join([*lines, "", f"submission {run_dir / 'slurm' / known.submission}", ""])
 
 
-def state(run_dir: Path, stage: Stage, jobs: list[queue.Job], done: list[bool], submitted: bool) -> str:
+def state(run_dir: Path, stage: Stage, jobs: list[queue.Job], done: list[bool], entry: record.Entry | None) -> str:
     """In a few words."""
     active = Counter(job.state for job in jobs if job.active)
     if active:
@@ -53,12 +57,14 @@ def state(run_dir: Path, stage: Stage, jobs: list[queue.Job], done: list[bool], 
         return words + (f" ({', '.join(sorted(reasons))})" if reasons else "")
     if all(done):
         return "done"
+    if entry and not entry.covers(stage):
+        return "of other settings"
     if any((run_dir / "slurm" / "failed" / f"{stage.name}-{task.label}").exists() for task in stage.tasks):
         return "FAILED"
     ended = Counter(job.state for job in jobs if job.state != "COMPLETED")
     if ended:
         return ", ".join(sorted(ended))
-    return "ended without finishing" if submitted else "not submitted"
+    return "ended without finishing" if entry else "not submitted"
 
 
 def progress(run_dir: Path, stage: str, config: Config, now: float, folders: list[Path]) -> str:

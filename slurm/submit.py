@@ -120,7 +120,7 @@ def plan(request: Request, known: dict[str, record.Entry], jobs: list[queue.Job]
         entry = known.get(stage.name)
         active = entry is not None and any(job.active for job in jobs if job.id == entry.job)
         if entry and active:
-            if entry.tasks != {task.label: task.fingerprint for task in stage.tasks}:
+            if not entry.covers(stage):
                 raise ValueError(f"{stage.name} is queued or running as job {entry.job}, with other settings: wait for it, or scancel {entry.job}")
             log.info("%-10s  is queued or running as job %s", stage.name, entry.job)
             before = entry.job

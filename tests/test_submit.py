@@ -409,6 +409,16 @@ def test_status_tells_stages_jobs_states_and_progress(slurm):
     assert "exit code 1, after 2 attempts" in status.table(run_dir(), now)
 
 
+def test_status_shows_every_stage_and_which_are_of_other_settings(slurm):
+    run()
+    settle(slurm)
+    run("train.optim.lr=3e-3", "stages=train")
+    states = {line.split()[0]: line for line in status.table(run_dir(), 0.0).splitlines()[1:9]}
+    assert "done" in states["merge"]
+    assert "PENDING" in states["train"]
+    assert "of other settings" in states["report"]
+
+
 def test_the_time_left_follows_the_last_lines(tmp_path):
     lines = [{"step": step, "loss": 1.0, "tokens_per_second": 10.0, "time": 2.0 * step} for step in range(10, 60, 10)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
