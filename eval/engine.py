@@ -49,10 +49,13 @@ class DraftVocab:
         self.shards, self.loaded = Path(config.run_dir) / "shards" / "train", loaded
         self.vocab_size = loaded.info.target.vocab_size
         self.known: dict[int, Tensor] = {}
+        own = loaded.head.lm_head_weight
+        if own is not None and (others := [run.draft_vocab_size for run in config.eval.runs if run.draft_vocab_size not in (None, len(own))]):
+            raise ValueError(f"eval.runs: draft_vocab_size={others[0]}, but the head has an lm_head of its own, of {len(own)} tokens: give null")
 
     def __call__(self, size: int | None) -> Tensor | None:
         """Sorted ids (D,); None: the whole vocabulary. `size` None: the head's own."""
-        if size is None:
+        if size is None or self.loaded.head.lm_head is not None:
             return self.loaded.draft_vocab
         if size >= self.vocab_size:
             return None

@@ -111,7 +111,7 @@ class EmbeddedEngine:
             states = self.target.prefill(ids[None].to(self.device), torch.tensor([len(ids)], device=self.device), "none").hidden_states[0]
             batch = collate([[Sample(prompt.id, prompt.domain, ids, mask, states.cpu())]], len(ids)).to(self.device)
             rows = supervised(unroll(self.loaded.head, self.target.ends, batch, steps), batch)
-            sums, drafted = draft_loss(self.target.ends, rows, self.config.train.loss, self.loaded.draft_vocab)
+            sums, drafted = draft_loss(self.target.ends, rows, self.config.train.loss, self.loaded.draft_vocab, self.loaded.head.lm_head_weight)
             total = sums if total is None else total + sums
             walked = sum(walk(drafted, batch), walked)
         assert isinstance(total, LossSums)

@@ -199,7 +199,7 @@ class Evaluation:
         info, vocab = self.loaded.info, self.loaded.draft_vocab
         size = sum(parameter.numel() for parameter in self.loaded.head.parameters())
         return {
-            "kind": info.config.kind, "num_parameters": size, "checkpoint": self.options.head, "step": info.step, "layout": asdict(info.config.layout),
+            "kind": info.config.kind, "num_parameters": size, "checkpoint": self.options.head, "step": info.step, "layout": info.config.layout,
             "draft_vocab_size": None if vocab is None else len(vocab), "unroll_steps": info.unroll_steps,
         }  # fmt: skip
 

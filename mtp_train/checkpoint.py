@@ -1,7 +1,7 @@
 """Checkpoints of a head: safetensors and readable json, written whole or not at all.
 
     checkpoints/step_00000200/
-        head.safetensors       the trained tensors (and draft_vocab, where there is one); no embedding, no lm_head
+        head.safetensors       the trained tensors (and draft_vocab, where there is one); nothing that is the target's
         head.json              head config, target identity, taps, convention: all that is needed to use the head
         target_config.json     the target's own config.json: the block is built from it
         optimizer.safetensors  moments, by parameter name; where weights are averaged, head.safetensors is the average, the weights are here
@@ -25,14 +25,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from mtp_train.config import HeadConfig, HeadLayout
+from mtp_train.config import HeadConfig
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.table import build_head
 from mtp_train.interfaces import Tap, TargetInfo
-from mtp_train.provenance import atomic_dir
+from mtp_train.provenance import atomic_dir, fingerprint
 
 ACCEPTANCE = "acceptance.json"
 CONVENTION = "row t of step k embeds token t+k+1, reads the post-norm state h_t (step 0) or its own last feature, rope position t+k, predicts token t+k+2"
+"""Where the head has taps it reads their states of row t in place of h_t; all else is the same."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class HeadInfo:
     unroll_steps: int
     seq_len: int
     step: int
+    draft_vocab: str | None = None
+    """fingerprint of the draft vocabulary; None: the whole one, or a head older than this field"""
 
     def to_json(self) -> dict[str, Any]:
         return {"format": 1, "convention": CONVENTION, **asdict(self)}
@@ -54,8 +57,9 @@ class HeadInfo:
         """Raises ValueError when another convention made the head."""
         if (data.get("format"), data.get("convention")) != (1, CONVENTION):
             raise ValueError(f"the head follows another convention: {data.get('convention')!r} there, {CONVENTION!r} here")
-        config = HeadConfig(**{**data["config"], "layout": HeadLayout(**data["config"]["layout"])})
-        return cls(config, TargetInfo(**data["target"]), tuple(Tap(**tap) for tap in data["taps"]), data["unroll_steps"], data["seq_len"], data["step"])
+        taps = tuple(Tap(**tap) for tap in data["taps"])
+        rest = (data["unroll_steps"], data["seq_len"], data["step"], data.get("draft_vocab"))
+        return cls(HeadConfig(**data["config"]), TargetInfo(**data["target"]), taps, *rest)
 
 
 @dataclass(frozen=True)
@@ -90,15 +94,24 @@ def load_head(folder: str | Path, dtype: torch.dtype = torch.float32) -> LoadedH
     head = build_head(info.config, AutoConfig.for_model(**config))
     tensors = load_file(folder / "head.safetensors")
     draft_vocab = tensors.pop("draft_vocab", None)
-    check_draft_vocab(draft_vocab, info.target.vocab_size)
+    check_draft_vocab(draft_vocab, info, str(folder))
     load_exactly(head, tensors, str(folder / "head.safetensors"))
     return LoadedHead(head.to(dtype).eval().requires_grad_(False), info, draft_vocab)
 
 
-def check_draft_vocab(draft_vocab: Tensor | None, vocab_size: int) -> None:
-    """Raise ValueError unless the ids are sorted, unique and inside the target's vocabulary."""
+def vocab_fingerprint(draft_vocab: Tensor | None) -> str | None:
+    """Changes with any of the ids (D,)."""
+    return None if draft_vocab is None else fingerprint(draft_vocab.tolist())
+
+
+def check_draft_vocab(draft_vocab: Tensor | None, info: HeadInfo, where: str) -> None:
+    """Raise ValueError unless the ids are sorted, unique, inside the target's vocabulary, and those that the head was trained with."""
+    vocab_size = info.target.vocab_size
     if draft_vocab is not None and not bool((draft_vocab.diff() > 0).all() and draft_vocab[0] >= 0 and draft_vocab[-1] < vocab_size):
         raise ValueError(f"draft_vocab must be sorted unique ids below {vocab_size}; it spans {int(draft_vocab.min())}..{int(draft_vocab.max())}")
+    if info.draft_vocab is not None and vocab_fingerprint(draft_vocab) != info.draft_vocab:
+        found = vocab_fingerprint(draft_vocab) or "none"
+        raise ValueError(f"{where}: the draft vocabulary is not the one that the head was trained with ({info.draft_vocab[:12]} there, {found[:12]} here)")
 
 
 def load_exactly(head: nn.Module, tensors: dict[str, Tensor], where: str) -> None:

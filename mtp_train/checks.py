@@ -30,10 +30,6 @@ def check(config: Any) -> None:
         raise ValueError(f"eval.server={config.eval.server} is a vLLM server, but engine.name={config.engine.name}: add engine=vllm")
     one_of("data.turns", config.data.turns, ("all", "last"))
     one_of("precompute.state_dtype", config.precompute.state_dtype, ("float32", "bfloat16", "float16"))
-    one_of("head.kind", config.head.kind, ("mtp",))
-    one_of("head.layout.concat", config.head.layout.concat, ("eh", "he"))
-    one_of("head.layout.recycled", config.head.layout.recycled, ("post", "pre"))
-    one_of("head.init", config.head.init, ("identity", "last_layer", "native"))
     one_of("distributed.mode", config.distributed.mode, ("single", "ddp", "zero1", "zero2", "zero3"))
     one_of("train.dtype", config.train.dtype, ("fast", "float32", "bfloat16"))
     if config.train.validate_with is not None:

@@ -20,7 +20,6 @@ from mtp_train.config_cluster import ClusterConfig as ClusterConfig
 from mtp_train.config_cluster import SubmitConfig as SubmitConfig
 from mtp_train.config_train import DistributedConfig as DistributedConfig
 from mtp_train.config_train import HeadConfig as HeadConfig
-from mtp_train.config_train import HeadLayout as HeadLayout
 from mtp_train.config_train import LossConfig as LossConfig
 from mtp_train.config_train import LrScaleConfig as LrScaleConfig
 from mtp_train.config_train import OptimConfig as OptimConfig
@@ -111,8 +110,8 @@ class PrecomputeConfig:
     """which of demo, corpus, rows, capture, merge, verify to run, in this order"""
     regenerate: RegenerateConfig
     """the target's own answers"""
-    tap_layers: list[int]
-    """residuals to store beside the teacher state: k = after k decoder layers, before any norm (0 = embeddings); [] for an MTP head"""
+    tap_layers: Optional[list[int]]  # noqa: UP045
+    """residuals stored beside the teacher state: k = after k decoder layers, before any norm (0 = embeddings). null: those the head reads; more do no harm"""
     batch_tokens: int
     """tokens of one capture pass, padding included"""
     shard_tokens: int

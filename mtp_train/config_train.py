@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
-
-
-@dataclass
-class HeadLayout:
-    """The norm and order conventions, fixed before training and stored in the checkpoint: the engine that serves the head decides them."""
-
-    concat: str
-    """eh or he: order of embedding and hidden state in front of eh_proj"""
-    mask_position_0: bool
-    """zero the embedding at position 0 (some engine classes do)"""
-    recycled: str
-    """post or pre: which side of the final norm is the feature of the next step"""
+from typing import Any, Optional
 
 
 @dataclass
 class HeadConfig:
     kind: str
-    """which head: mtp"""
-    layout: HeadLayout
-    """conventions shared with the engine"""
+    """which head: mtp, eagle1 or eagle3 (a row of mtp_train/heads/table.py)"""
+    layout: dict[str, Any]
+    """the head's own conventions of norms, order and taps, shared with the engine and fixed before training: conf/head/ says what each means"""
     num_layers: int
     """decoder layers of the head"""
     dense_mlp: bool
     """of a mixture-of-experts target: take a dense MLP in the head"""
     init: str
-    """identity (eh_proj [0, I], fresh block), last_layer (and the target's last full-attention layers) or native (the MTP layer of a DeepSeek-V3)"""
+    """identity (the projection passes the state, fresh block), last_layer (the target's last full-attention layers) or native (mtp: a DeepSeek-V3's own)"""
     draft_vocab_size: Optional[int]  # noqa: UP045
     """draft only among this many most frequent answer tokens (what lies outside is never drafted, so counts as rejected); null: the whole vocabulary"""
 
@@ -55,7 +43,7 @@ class LrScaleConfig:
     norms: float
     """norms and biases"""
     projection: float
-    """matrices outside the block: eh_proj"""
+    """matrices outside the block: eh_proj, fc, and lm_head where the head has its own"""
     block: float
     """matrices of the decoder layers"""
 
@@ -63,7 +51,7 @@ class LrScaleConfig:
 @dataclass
 class OptimConfig:
     name: str
-    """adamw, or muon (for matrices, with AdamW for norms, biases and batched experts)"""
+    """adamw, or muon (for matrices, with AdamW for norms, biases, batched experts and an lm_head)"""
     lr: float
     """peak learning rate"""
     lr_scale: LrScaleConfig

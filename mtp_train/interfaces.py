@@ -145,14 +145,18 @@ class Ends(Protocol):
     vocab_size: int
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of embeddings and lm_head, and so of what a head computes in."""
+
+    @property
     def bytes_per_logit(self) -> int:
         """Bytes alive at once for each logit in `logits` and its backward pass, the logits and their gradient included."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """(…) int64 -> (…, H), as the target's first decoder layer receives them."""
 
-    def logits(self, hidden_states: Tensor, vocab: Tensor | None = None) -> Tensor:
-        """(…, H) post-norm states -> (…, V) logits; with `vocab` (D,) int64 only those entries: (…, D)."""
+    def logits(self, hidden_states: Tensor, vocab: Tensor | None = None, own: Tensor | None = None) -> Tensor:
+        """(…, H) post-norm states -> (…, V) logits; only entries `vocab` (D,) int64: (…, D). With `own` (D, H), a head's lm_head, read by that alone."""
 
     def final_norm(self, hidden_states: Tensor) -> Tensor:
         """The target's final norm, (…, H) -> (…, H)."""

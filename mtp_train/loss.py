@@ -1,8 +1,8 @@
 """The training loss: match the target's logits (`train.loss.kind`) and its states (SmoothL1), on supervised rows only.
 
 Nothing vocabulary-wide outlives its chunk: gradients are computed inside the forward pass, and the target's logits of a chunk serve all
-K steps. FLOP for each lm_head weight and row: 2 for each step's draft logits, 2 for each step's gradient, 2 for the target's logits, once;
-nothing is computed twice. Everything is returned as sums and counts; whoever reports divides once.
+K steps. FLOP for each lm_head weight and row: 2 for each step's draft logits, 2 for each step's gradient (4 where the head trains an lm_head of
+its own), 2 for the target's logits, once; nothing is computed twice. Everything is returned as sums and counts; whoever reports divides once.
 """
 
 from __future__ import annotations
@@ -184,14 +184,16 @@ def _compare(logits: Tensor, labels: Tensor, target: _Target | None) -> tuple[_R
 
 
 class _Chunks:
-    """One batch: figures and drafted tokens of every row and, in training, the gradient by the students, made chunk by chunk."""
+    """One batch: figures and drafted tokens of every row and, in training, the gradients by the students and by the head's own lm_head, chunk by chunk."""
 
-    def __init__(self, ends: Ends, rows: Supervised, weights: Tensor, config: LossConfig, vocab: Tensor | None):
+    def __init__(self, ends: Ends, rows: Supervised, weights: Tensor, config: LossConfig, vocab: Tensor | None, own: Tensor | None):
         self.ends, self.rows, self.weights, self.config, self.vocab = ends, rows, weights, config, vocab
         self.training = rows.students.requires_grad
         self.kind = KINDS[config.kind]
         self.hard = self.training and config.kind == "hard_ce"  # the labels stand for the target
         self.grad = torch.empty_like(rows.students) if self.training else None
+        self.own = None if own is None else own.detach().to(ends.dtype)
+        self.own_grad = None if own is None or not self.training else torch.zeros_like(own)
         self.loss, self.feature, self.kl, self.accept, self.top1 = torch.zeros(5, *weights.shape, device=weights.device)
         self.drafted = torch.zeros(weights.shape, dtype=torch.long, device=weights.device)
         width = ends.vocab_size if vocab is None else len(vocab)
@@ -222,7 +224,7 @@ class _Chunks:
             teacher = self.ends.logits(self.rows.teacher[part], self.vocab if self.training else None)  # (n, V)
         with torch.set_grad_enabled(self.training):
             students = self.rows.students[:, part].detach().requires_grad_(self.training)
-            graph = self.ends.logits(students, self.vocab)  # (K, n, V)
+            graph = self.ends.logits(students, self.vocab, self.own)  # (K, n, V)
         logits = graph.detach()
         for start in range(0, logits.shape[1], self.block):
             block = slice(start, min(start + self.block, logits.shape[1]))
@@ -232,6 +234,17 @@ class _Chunks:
         del teacher
         if self.grad is not None:
             self.grad[:, part] = torch.autograd.grad(graph, students, logits)[0].mul_(self.weights[:, part, None])
+        if self.own_grad is not None:
+            self._add_own_grad(logits.flatten(0, 1), (students.detach() * self.weights[:, part, None]).flatten(0, 1))
+
+    def _add_own_grad(self, d_logits: Tensor, students: Tensor) -> None:
+        """Gradients (n, D) by the logits and weighted students (n, H), of a chunk."""
+        assert self.own_grad is not None
+        students = students.to(d_logits.dtype)
+        if d_logits.dtype == self.own_grad.dtype:
+            torch.addmm(self.own_grad, d_logits.t(), students, out=self.own_grad)
+        else:
+            self.own_grad += d_logits.t() @ students
 
     def _block(self, logits: Tensor, target: _Target | None, at: tuple[int, slice]) -> None:
         """Figures of one step's rows; their logits (n, V) are overwritten with the gradient."""
@@ -258,20 +271,21 @@ class _InForward(torch.autograd.Function):
     """The weighted total of `chunks`, whose gradient is ready when it is."""
 
     @staticmethod
-    def forward(ctx: Any, students: Tensor, chunks: _Chunks) -> Tensor:
+    def forward(ctx: Any, students: Tensor, own: Tensor | None, chunks: _Chunks) -> Tensor:
         with torch.autocast(students.device.type, enabled=False):
             chunks.run()
-        ctx.grad, chunks.grad = chunks.grad, None
+        ctx.grads = chunks.grad, chunks.own_grad
+        chunks.grad = chunks.own_grad = None
         return ((chunks.loss + chunks.config.feature_weight * chunks.feature) * chunks.weights).sum()
 
     @staticmethod
-    def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, None]:
-        grad, ctx.grad = ctx.grad, None
+    def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad, own_grad), ctx.grads = ctx.grads, (None, None)
         assert grad is not None, "the gradient was handed over, scaled in place, in the first backward pass"
-        return grad.mul_(d_total), None
+        return grad.mul_(d_total), None if own_grad is None else own_grad.mul_(d_total), None
 
 
-def draft_loss(ends: Ends, rows: Supervised, config: LossConfig, vocab: Tensor | None = None) -> tuple[LossSums, Tensor]:
+def draft_loss(ends: Ends, rows: Supervised, config: LossConfig, vocab: Tensor | None = None, own: Tensor | None = None) -> tuple[LossSums, Tensor]:
     """The loss of one batch as sums, and the greedily drafted tokens (K, N).
 
     Args:
@@ -279,6 +293,7 @@ def draft_loss(ends: Ends, rows: Supervised, config: LossConfig, vocab: Tensor |
         vocab: (D,) sorted ids of the draft vocabulary; None: all. The target's distribution is then renormalised over it, and rows
             whose token lies outside have no gradient: they stay in the counts as misses. In training acceptance too is renormalised over
             it (its rows of lm_head are all that is computed); in validation it is exact.
+        own: (D, H) the head's own lm_head, which is trained with the students; None: drafts are read by the target's.
 
     With kind hard_ce, training computes no target logits (4 FLOP instead of 6): its figures are those against the one-hot data token
     (kl = the token's negative log-likelihood, accept = its probability, top1 = drafted); in validation they are against the target.
@@ -291,10 +306,10 @@ def draft_loss(ends: Ends, rows: Supervised, config: LossConfig, vocab: Tensor |
     if config.normalise == "sequences":
         _, document, sizes = rows.documents.unique(return_inverse=True, return_counts=True)
         weights, num_units = weights / sizes[document], len(sizes)
-    chunks = _Chunks(ends, rows, weights, config, vocab)
+    chunks = _Chunks(ends, rows, weights, config, vocab, own)
     counted = trained if chunks.training else rows.valid
     return LossSums(
-        loss=_InForward.apply(rows.students, chunks),
+        loss=_InForward.apply(rows.students, own, chunks),
         divisor=torch.tensor(float(num_units), device=trained.device),
         kl=(chunks.kl * trained).sum(1),
         feature=(chunks.feature * trained).sum(1),

@@ -36,13 +36,14 @@ def make_optimizer(head: nn.Module, config: OptimConfig) -> Optimizer:
     """Groups of parameters by what they are: `norms` (with biases; no weight decay), matrices of the `block`, and of the `projection` into it.
 
     Muon takes matrices, scaled to the size of AdamW's updates (arXiv 2502.16982, eq. 4) so that one learning rate serves both; all else,
-    batched experts included, is AdamW's.
+    batched experts and a head's own lm_head included, is AdamW's.
     """
     groups: dict[tuple[str, bool], list[Tensor]] = {}
     for name, parameter in head.named_parameters():
         if parameter.requires_grad:
             part = "norms" if parameter.dim() < 2 else "block" if name.startswith("block.") else "projection"
-            groups.setdefault((part, config.name == "muon" and parameter.dim() == 2), []).append(parameter)
+            by_muon = config.name == "muon" and parameter.dim() == 2 and not name.startswith("lm_head.")
+            groups.setdefault((part, by_muon), []).append(parameter)
     settings: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for (part, by_muon), parameters in groups.items():
         decay = 0.0 if part == "norms" else config.weight_decay

@@ -42,7 +42,7 @@ class Objective(nn.Module):
         ends, vocab = self.frozen
         with torch.autocast(batch.input_ids.device.type, self.dtype, enabled=self.dtype != torch.float32):
             rows = supervised(unroll(self.head, ends, batch, num_steps), batch)
-            sums, drafted = draft_loss(ends, rows, self.options.loss, vocab)
+            sums, drafted = draft_loss(ends, rows, self.options.loss, vocab, self.head.lm_head_weight)
         return *vars(sums).values(), drafted
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtp_train.config import Config, HeadConfig, TargetConfig
 from mtp_train.data.manifest import MANIFEST, Manifest
-from mtp_train.heads.table import build_head
+from mtp_train.heads.table import build_head, taps_of
 from mtp_train.node import NodeConfig
 
 
@@ -38,7 +39,10 @@ class Sizes:
     """What the formulas need to know of a head and its target."""
 
     parts: dict[str, int]  # trained parameters by part
-    multiplied: int  # weights that one token is multiplied with: of E experts only those it is routed to
+    multiplied: int  # weights of the block that one token is multiplied with: of E experts only those it is routed to
+    around: tuple[int, int]  # training FLOP of a row outside block and lm_head: of step 0 with `fuse`, of a later step
+    own_lm_head: bool  # the head trains its own
+    taps: int  # states of a token that it reads
     kept: int  # entries that one token leaves for the backward pass
     attention: int  # heads x (size of a key + size of a value), all layers of the head
     hidden: int
@@ -65,7 +69,8 @@ def read_target(target: TargetConfig) -> Any:
 def measure(head_config: HeadConfig, target: Any) -> Sizes:
     """The sizes of a head for a target's transformers config; nothing is allocated."""
     with torch.device("meta"):
-        head, model = build_head(head_config, target), AutoModelForCausalLM.from_config(target)
+        head: Any = build_head(head_config, target)
+        model = AutoModelForCausalLM.from_config(target)
     top_k = getattr(target, "num_experts_per_tok", None) or 0
 
     def active(parameters: Iterable[nn.Parameter]) -> int:  # experts are one tensor (E, out, in)
@@ -75,12 +80,16 @@ def measure(head_config: HeadConfig, target: Any) -> Sizes:
     for name, parameter in head.named_parameters():
         part = name.split(".")[0] if parameter.dim() > 1 else "norms and biases"
         parts[part] = parts.get(part, 0) + parameter.numel()
-    matrices = [parameter for parameter in head.parameters() if parameter.dim() > 1]
+    matrices = [parameter for name, parameter in head.named_parameters() if parameter.dim() > 1 and not name.startswith("lm_head.")]
+    taps = len(taps_of(head_config, target.num_hidden_layers))
     head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
     key, value = (target.qk_nope_head_dim + target.qk_rope_head_dim, target.v_head_dim) if hasattr(target, "qk_nope_head_dim") else (head_dim, head_dim)
     return Sizes(
         parts=parts,
-        multiplied=active(matrices),
+        multiplied=active(parameter for parameter in head.block.parameters() if parameter.dim() > 1),
+        around=_around(head, taps, target.hidden_size),
+        own_lm_head=head.lm_head is not None,
+        taps=taps,
         # What every product takes in and gives out; a norm keeps its input in float32, and its output.
         kept=sum(sum(one.shape[-2:]) * (top_k if one.dim() > 2 else 1) for one in matrices) + 3 * parts["norms and biases"],
         attention=head_config.num_layers * target.num_attention_heads * (key + value),
@@ -90,6 +99,19 @@ def measure(head_config: HeadConfig, target: Any) -> Sizes:
         target=sum(one.numel() for one in model.parameters()),
         target_active=active(model.parameters()),
     )
+
+
+def _around(head: Any, taps: int, hidden: int) -> tuple[int, int]:
+    """FLOP of a row, forward and backward, of what stands around the block: counted, for what needs no gradient differs by head and step."""
+    head.block.forward = lambda x, *_: x[..., :hidden]  # of a head on the meta device, which is thrown away
+    states, positions = torch.empty(1, 1, taps, hidden, device="meta"), torch.zeros(1, 1, dtype=torch.long, device="meta")
+    found = []
+    for step in range(2):
+        with FlopCounterMode(display=False) as counter:
+            features = head.fuse(states) if step == 0 else states[:, :, -1].clone().requires_grad_()
+            head.readout(head(states[:, :, -1], features, positions, None)).sum().backward()
+        found.append(counter.get_total_flops())
+    return found[0], found[1]
 
 
 def train_flop(sizes: Sizes, seq_len: int, num_steps: int, share: float, vocab: int, going_on: float | None = None) -> dict[str, float]:
@@ -105,9 +127,11 @@ def train_flop(sizes: Sizes, seq_len: int, num_steps: int, share: float, vocab: 
     later = (num_steps - 1) * going_on  # rows of steps k >= 1, for each row of step 0
     return {
         "block": 6.0 * sizes.multiplied * (1 + later),  # forward, gradient of the input, gradient of the weight
+        "projection": sizes.around[0] + sizes.around[1] * later,
         # Causal: half of the square, forward and twice that backward. At most, the rows that go on are a document's last ones, which see most.
         "attention": 3.0 * sizes.attention * seq_len * (1 + later * (2 - going_on)),
-        "lm_head of the draft": 4.0 * vocab * sizes.hidden * share * num_steps,  # frozen: forward and gradient of the input
+        # Frozen: forward and gradient of the input; the head's own: that of the weight as well.
+        "lm_head of the draft": (6.0 if sizes.own_lm_head else 4.0) * vocab * sizes.hidden * share * num_steps,
         "lm_head of the target": 2.0 * vocab * sizes.hidden * share,
     }
 
@@ -144,22 +168,26 @@ def plan(config: Config) -> dict[str, Table]:
     share, captured = supervised_share(config)
     vocab = config.head.draft_vocab_size or sizes.vocab
     flop = train_flop(sizes, options.seq_len, options.unroll_steps, share.value, vocab)
-    taps, dtype = len(config.precompute.tap_layers) + 1, config.precompute.state_dtype
+    taps, dtype = sizes.taps if config.precompute.tap_layers is None else len(config.precompute.tap_layers) + 1, config.precompute.state_dtype
     stored = state_bytes(1, taps, sizes.hidden, dtype)
     rate = node.peak_tflops * 1e12 * node.train_efficiency / sum(flop.values())
     steps = f"K = {options.unroll_steps}"
+    passes = "forward, both gradients: its own" if sizes.own_lm_head else "forward, gradient of the input"
     return {
         "parameters": {
             **{part: Figure(size, "", "trained") for part, size in sizes.parts.items()},
-            "trained, all": Figure(sum(sizes.parts.values()), "", f"a token meets {si(sizes.multiplied)} in matrices"),
+            "trained, all": Figure(sum(sizes.parts.values()), "", f"a token meets {si(sizes.multiplied)} in matrices of the block"),
             "lm_head": Figure(sizes.vocab * sizes.hidden, "", f"frozen; {vocab} of {sizes.vocab} rows are used (head.draft_vocab_size)"),
             "embeddings": Figure(sizes.vocab * sizes.hidden, "", "frozen; " + ("the same tensor as lm_head" if sizes.tied else "not tied to lm_head")),
             "target": Figure(sizes.target, "", f"{si(sizes.target_active)} active for one token"),
         },
         "training FLOP per token of a packed row": {
             "block": Figure(flop["block"], "FLOP", f"6 per weight (forward 2, backward 4), {steps}; steps after the first: supervised share of the rows"),
+            "projection": Figure(flop["projection"], "FLOP", f"what stands around the block, counted; {steps}"),
             "attention": Figure(flop["attention"], "FLOP", f"causal over {options.seq_len} tokens (an upper bound: documents are shorter), {steps}"),
-            "lm_head of the draft": Figure(flop["lm_head of the draft"], "FLOP", f"4 per weight (forward, gradient of the input), supervised rows, {steps}"),
+            "lm_head of the draft": Figure(
+                flop["lm_head of the draft"], "FLOP", f"{6 if sizes.own_lm_head else 4} per weight ({passes}), supervised rows, {steps}"
+            ),
             "lm_head of the target": Figure(flop["lm_head of the target"], "FLOP", "2 per weight, once per supervised token, for all steps"),
             "all": Figure(sum(flop.values()), "FLOP"),
             "supervised share": share,

@@ -52,6 +52,7 @@ class EngineClass:
     """One row of the table."""
 
     name: str
+    head: str  # the kind it serves
     architecture: str  # in its config.json
     needs: str  # what has to be installed where it serves
     command: str  # that serves it
@@ -101,12 +102,12 @@ def _reasons(*found: tuple[bool, str]) -> list[str]:
 
 def _plain_layer(head: HeadConfig, target: Config, concat: str, mask: bool) -> list[str]:
     """What every class refuses whose layer and layout are given."""
-    layout = head.layout
+    concat_there, mask_there, recycled = (head.layout[name] for name in ("concat", "mask_position_0", "recycled"))
     return _reasons(
         (target.get("hidden_act", "silu") != "silu", f"it knows silu alone, the target has {target.get('hidden_act')}"),
-        (layout.concat != concat, f"it joins [{'; '.join(concat)}] (head.layout.concat={concat}), the head {layout.concat}"),
-        (layout.mask_position_0 != mask, f"it {'zeroes' if mask else 'does not zero'} the embedding at position 0 (head.layout.mask_position_0)"),
-        (layout.recycled != "post", f"it recycles the post-norm state, the head the {layout.recycled}-norm one"),
+        (concat_there != concat, f"it joins [{'; '.join(concat)}] (head.layout.concat={concat}), the head {concat_there}"),
+        (mask_there != mask, f"it {'zeroes' if mask else 'does not zero'} the embedding at position 0 (head.layout.mask_position_0)"),
+        (recycled != "post", f"it recycles the post-norm state, the head the {recycled}-norm one"),
         (head.num_layers != 1, f"it runs one layer, the head has {head.num_layers}"),
     )
 
@@ -186,7 +187,7 @@ def _plugin_config(head: HeadConfig, target: Config, draft_vocab_size: int | Non
     known = AutoConfig.for_model(**target)
     family = family_of(known)
     extra = {
-        "family": target["model_type"], "concat": head.layout.concat, "mask_position_0": head.layout.mask_position_0, "recycled": head.layout.recycled,
+        "family": target["model_type"], **head.layout,
         "gain_offset": family.gain_offset, "embed_scale": family.embed_scale(known) if family.embed_scale else None, "rounds_scale": family.rounds_scale,
         "logit_divisor": family.logit_divisor(known) if family.logit_divisor else None, "softcap": family.softcap(known) if family.softcap else None,
         "draft_vocab_size": draft_vocab_size,
@@ -242,13 +243,13 @@ SGLANG = (
     "python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE --speculative-draft-model-path <this directory> "
     "--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {drafted}"
 )
-STOCK = EngineClass("EagleDeepSeekMTPModel", "DeepseekV3ForCausalLM", "vLLM", VLLM, _stock_reasons, _stock_config, _stock_table, "layers.0.")
-OURS = EngineClass("EagleMTPTrainHead", "EagleMTPTrainHead", "vLLM and this package (pip install mtp-train)", VLLM, _plugin_reasons, _plugin_config)
+STOCK = EngineClass("EagleDeepSeekMTPModel", "mtp", "DeepseekV3ForCausalLM", "vLLM", VLLM, _stock_reasons, _stock_config, _stock_table, "layers.0.")
+OURS = EngineClass("EagleMTPTrainHead", "mtp", "EagleMTPTrainHead", "vLLM and this package (pip install mtp-train)", VLLM, _plugin_reasons, _plugin_config)
 NEXTN = EngineClass(
-    "DeepseekV3ForCausalLMNextN", "DeepseekV3ForCausalLMNextN", "SGLang", SGLANG, _nextn_reasons, _sglang_config(first_k_dense_replace=0), _nextn_table,
+    "DeepseekV3ForCausalLMNextN", "mtp", "DeepseekV3ForCausalLMNextN", "SGLang", SGLANG, _nextn_reasons, _sglang_config(first_k_dense_replace=0), _nextn_table,
     "model.layers.0.",
 )  # fmt: skip
-MIMO_MTP = EngineClass("MiMoMTP", "MiMoForCausalLM", "SGLang", SGLANG, _mimo_reasons, _sglang_config(model_type="qwen2"), _mimo_table, "", _mimo_zeros)
+MIMO_MTP = EngineClass("MiMoMTP", "mtp", "MiMoForCausalLM", "SGLang", SGLANG, _mimo_reasons, _sglang_config(model_type="qwen2"), _mimo_table, "", _mimo_zeros)
 CLASSES = {"vllm": (STOCK, OURS), "vllm_plugin": (OURS,), "sglang": (NEXTN, MIMO_MTP)}
 """Export format -> its classes, the preferred one first."""
 
@@ -265,7 +266,10 @@ def choose_class(head: HeadConfig, target: Config, draft_vocab: bool, engine_for
         ValueError: no class computes this head; with every reason.
     """
     refused: list[str] = []
-    for kind in CLASSES[engine_format]:
+    classes = [kind for kind in CLASSES[engine_format] if kind.head == head.kind]
+    if not classes:
+        raise ValueError(f"format {engine_format} has no class for a head of kind {head.kind}")
+    for kind in classes:
         reasons = kind.refuses(head, target)
         if not reasons:
             lost = draft_vocab and not kind.keeps_draft_vocab

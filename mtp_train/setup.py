@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from transformers import AutoConfig
 
 from mtp_train import config as cfg
 from mtp_train import dist
-from mtp_train.checkpoint import HeadInfo, checkpoints, load_exactly, read_state
+from mtp_train.checkpoint import HeadInfo, checkpoints, load_exactly, read_state, vocab_fingerprint
 from mtp_train.data.dataset import PackedBatches
 from mtp_train.data.shards import ShardReader
-from mtp_train.heads.base import DraftHead
-from mtp_train.heads.table import build_head
-from mtp_train.interfaces import TargetInfo
+from mtp_train.heads.base import DraftHead, Start
+from mtp_train.heads.table import build_head, resolve, taps_of
+from mtp_train.interfaces import Tap, TargetInfo
 from mtp_train.optim import make_optimizer, take_up
 from mtp_train.parallel import Objective, Replica, make_replica
 from mtp_train.planner import Meter, peak_flops
@@ -65,20 +65,24 @@ def set_up(config: cfg.Config) -> Setup:
     dtype = dist.pick_dtype(options.dtype, device.type)
     torch.manual_seed(options.seed)  # of the head's first weights, alike on every rank; nothing later is random
     info = target_info(config.target.path)
-    reader = open_shards(Path(options.shards) / "train", info)
+    config = replace(config, head=resolve(config.head, info.num_layers))
+    taps = taps_of(config.head, info.num_layers)
+    reader = open_shards(Path(options.shards) / "train", info, taps)
     if int(reader.supervised.sum()) == 0:
         raise ValueError(f"{reader.dir}: 0 supervised tokens in {len(reader)} samples; nothing can be trained (see data.turns and the chat template)")
     ends = FrozenEnds.from_pretrained(config.target.path, dtype=dtype).to(device)
     target_config = AutoConfig.from_pretrained(config.target.path)
-    head = build_head(config.head, target_config, ends.norm_weight.float(), partial(read_layer, config.target.path)).to(device)
     vocab = choose_draft_vocab(reader, config.head.draft_vocab_size, info.vocab_size)
     draft_vocab = None if vocab is None else vocab.to(device)
+    lm_head = ends.head_weight if draft_vocab is None else ends.head_weight[draft_vocab]
+    start = Start(ends.norm_weight.float(), lm_head, partial(read_layer, config.target.path))
+    head = build_head(config.head, target_config, start).to(device)
     place = (dist.rank(), dist.world_size())
     data = PackedBatches(reader, options.seq_len, options.rows_per_batch, options.seed, *place, options.window_shards)
     held_out, validation = Path(options.shards) / "validation", None
     if held_out.exists():
-        validation = PackedBatches(open_shards(held_out, info), options.seq_len, options.rows_per_batch, 0, *place)
-    head_info = HeadInfo(config.head, info, reader.manifest.taps, options.unroll_steps, options.seq_len, 0)
+        validation = PackedBatches(open_shards(held_out, info, taps), options.seq_len, options.rows_per_batch, 0, *place)
+    head_info = HeadInfo(config.head, info, taps, options.unroll_steps, options.seq_len, 0, vocab_fingerprint(vocab))
     found = dist.from_first(checkpoints(run_dir / "checkpoints")[-1:]) if options.resume else []
     if found:
         load_weights(found[0], head, head_info, draft_vocab)
@@ -94,9 +98,9 @@ def set_up(config: cfg.Config) -> Setup:
     return setup
 
 
-def open_shards(folder: Path, target: TargetInfo) -> ShardReader:
-    """Raises ValueError where another target made them."""
-    reader = ShardReader(folder)
+def open_shards(folder: Path, target: TargetInfo, taps: tuple[Tap, ...]) -> ShardReader:
+    """Raises ValueError where another target made them, or a tap is not stored."""
+    reader = ShardReader(folder, taps=taps)
     reader.manifest.target.check(target, str(folder))
     return reader
 
@@ -126,8 +130,9 @@ def choose_draft_vocab(reader: ShardReader, size: int | None, vocab_size: int) -
         return None
     if not 0 < size <= vocab_size:
         raise ValueError(f"head.draft_vocab_size={size} is not between 1 and the target's {vocab_size}")
-    chosen, share = reader.frequent_tokens(size, vocab_size)
-    log.info("draft vocabulary: %d of %d tokens cover %.2f %% of the supervised tokens", size, vocab_size, 100 * share)
+    chosen, shares = reader.frequent_tokens(size, vocab_size)
+    said = ", ".join(f"{100 * share:.2f} % ({domain})" for domain, share in sorted(shares.items()))
+    log.info("draft vocabulary: %d of %d tokens cover of the supervised tokens of each domain: %s", size, vocab_size, said)
     return chosen
 
 
@@ -141,8 +146,7 @@ def load_weights(path: Path, head: DraftHead, info: HeadInfo, draft_vocab: Tenso
     if (there.config, there.taps, there.unroll_steps) != (info.config, info.taps, info.unroll_steps):
         raise ValueError(f"{path} holds another head: {there.config} there, {info.config} here; use a new run_dir or train.resume=false")
     tensors = load_file(path / "head.safetensors")
-    vocab = tensors.pop("draft_vocab", None)
-    if (vocab is None) != (draft_vocab is None) or (vocab is not None and draft_vocab is not None and not torch.equal(vocab, draft_vocab.cpu())):
+    if vocab_fingerprint(tensors.pop("draft_vocab", None)) != vocab_fingerprint(draft_vocab):
         raise ValueError(f"{path} was trained with another draft vocabulary than these shards give; use a new run_dir")
     load_exactly(head, tensors, str(path))
 

@@ -16,7 +16,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from mtp_train.data import manifest, shards
 from mtp_train.data.chat import Tally, check_template, open_tokenizer, prompt_ids, tokenize
 from mtp_train.data.corpus import BadRow, read_corpus
 from mtp_train.dist import dtype_name, pick_device, pick_dtype
+from mtp_train.heads.table import resolve, taps_of
 from mtp_train.interfaces import Conversation, Reject, Tap, TokenRow
 from mtp_train.planner import report, state_bytes
 from mtp_train.provenance import atomic_path, atomic_write, fingerprint, write_provenance
@@ -56,10 +57,15 @@ class Precompute:
     # ------------------------------------------------------------ what everything depends on
 
     def open_target(self) -> None:
-        """Identity and tokenizer of the target (its weights are loaded when first needed)."""
+        """Identity and tokenizer of the target (its weights are loaded when first needed), and so the taps, which are written into the configuration."""
         self.info = target_info(self.config.target.path)
         self.tokenizer, self.stops = open_tokenizer(local_dir(self.config.target.path))
-        self.taps = (*(Tap(layer, "pre") for layer in self.options.tap_layers), Tap(self.info.num_layers, "post"))
+        depth = self.info.num_layers
+        self.needed = taps_of(self.config.head, depth)
+        layers = [tap.layer for tap in self.needed[:-1]] if self.options.tap_layers is None else sorted(self.options.tap_layers)
+        self.options = replace(self.options, tap_layers=layers)
+        self.config = replace(self.config, head=resolve(self.config.head, depth), precompute=self.options)
+        self.taps = (*(Tap(layer, "pre") for layer in layers), Tap(depth, "post"))
 
     @cached_property
     def engine(self) -> EmbeddedEngine | VllmEngine:
@@ -183,6 +189,7 @@ class Precompute:
             and {row.id for row in rows} == shards.stored_ids(folder, part)
         ):
             known.target.check(self.info, str(folder))
+            known.places(self.needed, str(folder))
             log.info("%s of %s is complete", index.stem, which)
             return
         header = manifest.Header(self.info, self.taps, self.engine.info, mark, self.options.state_dtype)

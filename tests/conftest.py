@@ -62,11 +62,11 @@ def overrides(target_dir, corpus, tmp_path):
 
 @pytest.fixture(scope="session")
 def captured(target_dir, corpus, tmp_path_factory):
-    """A run directory with shards, and the overrides that train in it."""
+    """A run directory with shards that every head can train on, and the overrides that train in it."""
     run = tmp_path_factory.mktemp("captured")
     overrides = [
         "experiment=tiny", f'target.path="{target_dir}"', f"data.train=[{source(corpus / 'train.jsonl')}]",
         f"data.validation=[{source(corpus / 'validation.jsonl')}]",
     ]  # fmt: skip
-    precompute(compose(*overrides, f'run_dir="{run}"'))
+    precompute(compose(*overrides, f'run_dir="{run}"', "precompute.tap_layers=[1,2,3]"))
     return run, overrides

@@ -14,6 +14,7 @@ from mtp_train.heads.table import build_head
 from mtp_train.target.ends import FrozenEnds, read_layer
 from mtp_train.target.hf import Target
 from tests.test_heads import head_config
+from tests.test_heads import start as start_of
 from tests.tiny import ROPE3, tiny_config, tiny_target
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -152,7 +153,7 @@ def saved(model, folder, shard=False):
 
 
 def started(model, folder, **settings):
-    return build_head(head_config(**settings), model.config, FrozenEnds.from_model(model).norm_weight, lambda index: read_layer(folder, index))
+    return build_head(head_config(**settings), model.config, start_of(FrozenEnds.from_model(model), None, lambda index: read_layer(folder, index)))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "smollm3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])

@@ -58,28 +58,36 @@ def dense_kind(kind, logits, target_logits, labels):
     return share * (p * (log_p - log_q)).sum(-1) + (1 - share) * tv
 
 
+def own_lm_head(vocab, dtype=torch.float32, seed=7):
+    """A head's own, over the draft vocabulary."""
+    size = 256 if vocab is None else len(vocab)
+    return (0.2 * torch.randn(size, 64, generator=torch.Generator().manual_seed(seed))).to(dtype).requires_grad_()
+
+
 def dense_logits(ends, states, vocab):
     logits = states @ (ends.head_weight if vocab is None else ends.head_weight[vocab]).double().T
     logits = logits / ends.logit_divisor if ends.logit_divisor else logits
     return torch.tanh(logits / ends.softcap) * ends.softcap if ends.softcap else logits
 
 
-def dense(ends, rows, config, vocab):
-    """The same loss in float64, all logits at once, by autograd."""
+def dense(ends, rows, config, vocab, own=None):
+    """The same loss in float64, all logits at once, by autograd; then the gradients by students and own lm_head."""
     students, teacher = rows.students.detach().double().requires_grad_(), rows.teacher.double()
     inside = torch.ones(ROWS, dtype=torch.bool) if vocab is None else torch.isin(rows.token_ids, vocab)
     labels = rows.token_ids if vocab is None else torch.where(inside, (vocab == rows.token_ids[:, None]).int().argmax(-1), 0)
     weights = (rows.valid & inside) * config.step_decay ** torch.arange(len(students))[:, None].double()
     if config.normalise == "sequences":
         weights = weights / torch.tensor([float((rows.documents == document).sum()) for document in rows.documents])
-    match = dense_kind(config.kind, dense_logits(ends, students, vocab), dense_logits(ends, teacher, vocab), labels)
+    wide = [] if own is None else [own.detach().double().requires_grad_()]
+    drafted = students @ wide[0].T if wide else dense_logits(ends, students, vocab)
+    match = dense_kind(config.kind, drafted, dense_logits(ends, teacher, vocab), labels)
     feature = F.smooth_l1_loss(students, teacher.expand_as(students), reduction="none").mean(-1)
     loss = ((match + config.feature_weight * feature) * weights).sum()
-    return loss.detach(), torch.autograd.grad(loss, students)[0]
+    return loss.detach(), *torch.autograd.grad(loss, [students, *wide])
 
 
-def chunked(ends, rows, config, vocab=None):
-    sums, _ = draft_loss(ends, rows, config, vocab)
+def chunked(ends, rows, config, vocab=None, own=None):
+    sums, _ = draft_loss(ends, rows, config, vocab, own)
     sums.loss.backward()
     return sums.loss.detach(), rows.students.grad
 
@@ -113,6 +121,33 @@ def test_loss_and_gradient_equal_the_dense_oracle(ends_of, kind, steps, vocab):
     loss, found = chunked(ends, rows, config, vocab)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert error(found, gradient) < 1e-5
+
+
+@VOCABS
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("normalise", ["tokens", "sequences"])
+@EVERY_KIND
+def test_an_own_lm_head_is_trained_with_the_gradient_of_the_dense_oracle(ends_of, kind, normalise, family, vocab):
+    """Chunks of a few rows; the target's logits keep its soft cap, the head's own have none."""
+    ends, config, rows, own = ends_of(family), loss_config(kind, normalise, chunk_mib=1), rows_of(), own_lm_head(vocab)
+    expected, gradient, own_gradient = dense(ends, rows, config, vocab, own)
+    loss, found = chunked(ends, rows, config, vocab, own)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert error(found, gradient) < 1e-5
+    assert error(own.grad, own_gradient) < 1e-5
+
+
+@EVERY_KIND
+def test_an_own_lm_head_in_bfloat16_is_as_exact_as_plain_autograd_in_bfloat16(ends_of, kind):
+    ends, rows, config, own = ends_of("llama", torch.bfloat16), rows_of(dtype=torch.bfloat16), loss_config(kind, chunk_mib=1), own_lm_head(None)
+    rounded = own.detach().bfloat16()
+    _, _, own_gradient = dense(ends, rows, config, None, rounded)
+    plain = rounded.clone().requires_grad_()
+    match = dense_kind(kind, (rows.students.detach() @ plain.T).float(), ends.logits(rows.teacher).float(), rows.token_ids)
+    (match * rows.valid * 0.8 ** torch.arange(STEPS)[:, None]).sum().backward()
+    chunked(ends, rows, config, None, own)
+    assert own.grad.dtype == torch.float32
+    assert error(own.grad, own_gradient) < 1.2 * error(plain.grad, own_gradient) < 0.08
 
 
 @VOCABS
@@ -297,13 +332,15 @@ def test_memory_hardly_grows_with_the_rows():
 
 
 @VOCABS
+@pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("steps", [1, 3])
 @EVERY_KIND
-def test_lm_head_is_passed_once_forward_and_once_back_for_a_step_and_once_for_the_target(ends_of, kind, steps, vocab):
+def test_lm_head_is_passed_once_forward_and_once_back_for_a_step_and_once_for_the_target(ends_of, kind, steps, trained, vocab):
+    """An own one is passed once more for a step: its gradient."""
     ends, rows = ends_of("llama"), rows_of(steps=steps)
     with FlopCounterMode(display=False) as counter:
-        chunked(ends, rows, loss_config(kind), vocab)
-    passes = 2 * steps + (kind != "hard_ce")
+        chunked(ends, rows, loss_config(kind), vocab, own_lm_head(vocab) if trained else None)
+    passes = (3 if trained else 2) * steps + (kind != "hard_ce")
     assert counter.get_total_flops() == passes * 2 * ROWS * 64 * (256 if vocab is None else len(vocab))
 
 
@@ -320,18 +357,20 @@ def test_rows_outside_the_draft_vocabulary_have_no_gradient_and_count_as_misses(
     assert torch.equal(sums.count, rows.valid.sum(1).float())
 
 
+@pytest.mark.parametrize("trained", [False, True])
 @EVERY_KIND
-def test_validation_counts_acceptance_over_the_whole_vocabulary(ends_of, kind):
+def test_validation_counts_acceptance_over_the_whole_vocabulary(ends_of, kind, trained):
     """sum_v min(p, q) with q zero outside the draft vocabulary, by hand."""
     ends, vocab, rows = ends_of("llama"), torch.arange(0, 256, 2), rows_of(grad=False)
-    sums, drafted = draft_loss(ends, rows, loss_config(kind), vocab)
+    own = own_lm_head(vocab).detach() if trained else None
+    sums, drafted = draft_loss(ends, rows, loss_config(kind), vocab, own)
     p = ends.logits(rows.teacher).softmax(-1)
     q = torch.zeros(STEPS, ROWS, 256)
-    q[..., vocab] = ends.logits(rows.students)[..., vocab].softmax(-1)
+    q[..., vocab] = (rows.students @ own.T if trained else ends.logits(rows.students)[..., vocab]).softmax(-1)
     torch.testing.assert_close(sums.accept, (torch.minimum(p, q).sum(-1) * rows.valid).sum(1), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(sums.top1, ((q.argmax(-1) == p.argmax(-1)) & rows.valid).sum(1).float())
     assert torch.equal(drafted, q.argmax(-1))
-    assert float(sums.loss) == pytest.approx(float(dense(ends, rows, loss_config(kind), vocab)[0]), rel=1e-5)
+    assert float(sums.loss) == pytest.approx(float(dense(ends, rows, loss_config(kind), vocab, own)[0]), rel=1e-5)
 
 
 def test_figures_of_hard_labels_are_those_against_the_token(ends_of):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mtp_train import dist
 from mtp_train.checkpoint import checkpoints, choose, load_head
@@ -19,6 +20,7 @@ from mtp_train.config import compose
 from mtp_train.data.dataset import collate
 from mtp_train.data.shards import ShardReader
 from mtp_train.heads.base import supervised, unroll
+from mtp_train.heads.table import resolve, taps_of
 from mtp_train.loss import draft_loss
 from mtp_train.metrics import read_metrics
 from mtp_train.setup import set_up
@@ -26,8 +28,13 @@ from mtp_train.spec_decode.predict import walk
 from mtp_train.spec_decode.stats import AcceptanceStats
 from mtp_train.target.ends import FrozenEnds
 from mtp_train.train import train
+from tests.test_heads import draft_vocab, noisy_head
+from tests.tiny import tiny_target
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
+TAPS = "head.layout.taps=[1,2,3]"
+HEADS = {"mtp": (), "eagle1": ("head=eagle1",), "eagle3": ("head=eagle3", TAPS, "head.draft_vocab_size=64"), "eagle3.1": ("head=eagle31", TAPS)}
+EVERY_HEAD = pytest.mark.parametrize("head", HEADS)
 
 
 def run_training(captured, folder, *extra):
@@ -49,21 +56,24 @@ def losses(lines):
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def test_golden_losses_of_ten_steps(captured, tmp_path):
-    _, lines = run_training(captured, tmp_path / "a", "train.num_steps=10", "train.log_every=1")
-    found = losses(lines)
+@EVERY_HEAD
+def test_golden_losses_of_ten_steps(captured, tmp_path, head):
+    _, lines = run_training(captured, tmp_path / "a", "train.num_steps=10", "train.log_every=1", *HEADS[head])
+    found, golden = losses(lines), json.loads(GOLDEN.read_text())
     if os.environ.get("MTP_GOLDEN") == "write":
-        GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
-    expected = json.loads(GOLDEN.read_text())
+        golden[head] = found
+        GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
+    expected = golden[head]
     assert found == pytest.approx(expected, rel=2e-3)
     assert found[-1] < found[0]
     # Seeded fault: another step decay is seen by the golden numbers.
-    _, other = run_training(captured, tmp_path / "b", "train.num_steps=10", "train.log_every=1", "train.loss.step_decay=0.7")
+    _, other = run_training(captured, tmp_path / "b", "train.num_steps=10", "train.log_every=1", "train.loss.step_decay=0.7", *HEADS[head])
     assert losses(other) != pytest.approx(expected, rel=2e-3)
 
 
-def test_resuming_gives_the_same_weights_and_log(captured, tmp_path):
-    extra = ("train.log_every=4",)  # its second line begins before the checkpoint of step 6 and ends after it
+@EVERY_HEAD
+def test_resuming_gives_the_same_weights_and_log(captured, tmp_path, head):
+    extra = (*HEADS[head], "train.log_every=4")  # its second line begins before the checkpoint of step 6 and ends after it
     whole, log = run_training(captured, tmp_path / "whole", *extra)
     run_training(captured, tmp_path / "cut", *extra)
     for path in checkpoints(tmp_path / "cut" / "checkpoints")[1:]:  # as if killed between steps 6 and 12
@@ -117,23 +127,21 @@ def test_accumulation_of_four_equals_a_batch_of_four(captured, tmp_path, normali
         assert [line["loss"], line["grad_norm"]] == pytest.approx([line_four["loss"], line_four["grad_norm"]], rel=1e-4)
 
 
-def test_packed_rows_give_the_loss_of_rows_alone(captured, target_dir):
+@EVERY_HEAD
+def test_packed_rows_give_the_loss_of_rows_alone(captured, target_dir, head):
     run, overrides = captured
-    config = compose(*overrides, f'run_dir="{run}"')
-    ends = FrozenEnds.from_pretrained(target_dir, torch.float32)
-    reader = ShardReader(run / "shards" / "train")
-    from mtp_train.heads.table import build_head
-    from tests.tiny import tiny_config
-
-    head = build_head(config.head, tiny_config("llama"), ends.norm_weight)
+    config = compose(*overrides, f'run_dir="{run}"', *HEADS[head])
+    ends, vocab = FrozenEnds.from_pretrained(target_dir, torch.float32), draft_vocab(config.head)
+    reader = ShardReader(run / "shards" / "train", taps=taps_of(config.head, 4))
+    head = noisy_head(tiny_target("llama"), ends, resolve(config.head, 4))
     samples = [reader[index] for index in range(4)]
     size = sum(len(sample.input_ids) for sample in samples)
     packed = collate([samples], size)
-    whole, _ = draft_loss(ends, supervised(unroll(head, ends, packed, 3), packed), config.train.loss)
+    whole, _ = draft_loss(ends, supervised(unroll(head, ends, packed, 3), packed), config.train.loss, vocab, head.lm_head_weight)
     parts = None
     for sample in samples:
         batch = collate([[sample]], len(sample.input_ids))
-        sums, _ = draft_loss(ends, supervised(unroll(head, ends, batch, 3), batch), config.train.loss)
+        sums, _ = draft_loss(ends, supervised(unroll(head, ends, batch, 3), batch), config.train.loss, vocab, head.lm_head_weight)
         parts = sums if parts is None else parts + sums
     torch.testing.assert_close(whole.loss, parts.loss, rtol=1e-5, atol=1e-4)
     assert torch.equal(whole.count, parts.count)
@@ -147,39 +155,82 @@ def test_training_starts_from_the_targets_last_layer_where_that_is_asked_for(cap
         assert all(torch.equal(block[key], value) for key, value in last.items()) == (init == "last_layer")
 
 
-def test_no_embedding_or_lm_head_is_saved_and_sizes_are_as_computed(captured, tmp_path):
-    run_training(captured, tmp_path / "a")
+HIDDEN, INNER = 64, 128
+LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * 32 + 3 * HIDDEN * INNER + 2 * HIDDEN
+WIDER = HIDDEN * (HIDDEN + 2 * 32) + HIDDEN  # q, k and v of twice the width, and hidden_norm
+SIZES = {
+    "mtp": 2 * HIDDEN * HIDDEN + 3 * HIDDEN + LAYER,
+    "eagle1": 2 * HIDDEN * HIDDEN + LAYER - HIDDEN,
+    "eagle3": 3 * HIDDEN * HIDDEN + LAYER + WIDER + HIDDEN + 64 * HIDDEN,
+    "eagle3.1": 3 * HIDDEN * HIDDEN + LAYER + WIDER + HIDDEN + 3 * HIDDEN + 256 * HIDDEN,
+}
+
+
+@EVERY_HEAD
+def test_nothing_of_the_targets_is_saved_and_sizes_are_as_computed(captured, tmp_path, head):
+    run_training(captured, tmp_path / "a", "train.num_steps=4", *HEADS[head])
     path = choose(tmp_path / "a" / "checkpoints", "last")
     tensors = load_file(path / "head.safetensors")
-    assert not [name for name in tensors if "embed" in name or "lm_head" in name]
-    hidden, inner = 64, 128
-    layer = 2 * hidden * hidden + 2 * hidden * 32 + 3 * hidden * inner + 2 * hidden
-    assert sum(tensor.numel() for tensor in tensors.values()) == 2 * hidden * hidden + 3 * hidden + layer
+    tensors.pop("draft_vocab", None)
+    assert not [name for name in tensors if "embed" in name]
+    assert [name for name in tensors if "lm_head" in name] == (["lm_head.weight"] if "eagle3" in head else [])
+    assert sum(tensor.numel() for tensor in tensors.values()) == SIZES[head]
 
 
-def test_a_draft_vocabulary_is_counted_stored_and_kept_on_resume(captured, tmp_path):
-    run_training(captured, tmp_path / "a", "head.draft_vocab_size=64", "train.num_steps=6")
-    loaded = load_head(choose(tmp_path / "a" / "checkpoints", "last"))
-    assert len(loaded.draft_vocab) == 64
+@pytest.mark.parametrize("head", ["mtp", "eagle3"])
+def test_a_draft_vocabulary_is_counted_stored_and_kept_on_resume_and_a_stale_one_refused(captured, tmp_path, head, caplog):
+    extra = (*HEADS[head], "head.draft_vocab_size=64")
+    with caplog.at_level("INFO"):
+        run_training(captured, tmp_path / "a", *extra, "train.num_steps=6")
+    assert re.search(r"draft vocabulary: 64 of 256 tokens cover .*: [\d.]+ % \(toy\)", caplog.text)
+    path = choose(tmp_path / "a" / "checkpoints", "last")
+    assert len(load_head(path).draft_vocab) == 64
     with pytest.raises(ValueError, match="another head"):
-        run_training(captured, tmp_path / "a", "head.draft_vocab_size=32", "train.num_steps=12")
+        run_training(captured, tmp_path / "a", *extra, "head.draft_vocab_size=32", "train.num_steps=12")
+    tensors = load_file(path / "head.safetensors")
+    ids = tensors["draft_vocab"].tolist()
+    other = next(token for token in range(256) if token not in ids)
+    save_file(tensors | {"draft_vocab": torch.tensor(sorted([*ids[1:], other]))}, path / "head.safetensors")
+    with pytest.raises(ValueError, match=r"not the one that the head was trained with \(\w{12} there, \w{12} here\)"):
+        load_head(path)
+    with pytest.raises(ValueError, match="another draft vocabulary"):
+        run_training(captured, tmp_path / "a", *extra, "train.num_steps=12")
 
 
+def test_a_checkpoint_from_before_the_eagle_heads_loads(captured, tmp_path):
+    """Its head.json knows no fingerprint of a draft vocabulary; its layout and its taps are as now."""
+    run_training(captured, tmp_path / "a", "head.draft_vocab_size=64", "train.num_steps=6")
+    path = choose(tmp_path / "a" / "checkpoints", "last")
+    data = json.loads((path / "head.json").read_text())
+    del data["draft_vocab"]
+    assert list(data["config"]) == ["kind", "layout", "num_layers", "dense_mlp", "init", "draft_vocab_size"]
+    assert list(data["config"]["layout"]) == ["concat", "mask_position_0", "recycled"]
+    (path / "head.json").write_text(json.dumps(data))
+    assert load_head(path).info.draft_vocab is None
+    run_training(captured, tmp_path / "a", "head.draft_vocab_size=64", "train.num_steps=8")
+
+
+def test_a_data_set_without_a_tap_is_refused_with_both(captured, tmp_path):
+    with pytest.raises(ValueError, match=r"states after layers 1 \(pre\), 2 \(pre\), 3 \(pre\), 4 \(post\); the head also reads 0 \(pre\)"):
+        run_training(captured, tmp_path / "a", "head=eagle3", "head.layout.taps=[0,2,3]")
+
+
+@pytest.mark.parametrize(
+    ("head", "name"), [("mtp", "hnorm"), ("eagle1", "fc"), ("eagle3", "block.layers.0.hidden_norm"), ("eagle3", "lm_head"), ("eagle3.1", "fc_norm.1")]
+)
 @pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
-def test_a_damaged_checkpoint_is_refused_by_name(captured, tmp_path, fault):
-    from safetensors.torch import save_file
-
-    run_training(captured, tmp_path / "a", "train.num_steps=6")
+def test_a_damaged_checkpoint_is_refused_by_name(captured, tmp_path, fault, head, name):
+    run_training(captured, tmp_path / "a", "train.num_steps=3", *HEADS[head])
     path = choose(tmp_path / "a" / "checkpoints", "last")
     tensors = load_file(path / "head.safetensors")
     if fault == "missing":
-        del tensors["hnorm.weight"]
+        del tensors[f"{name}.weight"]
     elif fault == "unknown":
-        tensors["hnorm.bias"] = tensors["hnorm.weight"].clone()
+        tensors[f"{name}.bias"] = tensors[f"{name}.weight"].clone()
     else:
-        tensors["hnorm.weight"] = tensors["hnorm.weight"][:8].clone()
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"][:8].clone()
     save_file(tensors, path / "head.safetensors")
-    with pytest.raises(ValueError, match="hnorm"):
+    with pytest.raises(ValueError, match=name):
         load_head(path)
 
 

@@ -9,12 +9,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mtp_train.config import compose
 from mtp_train.heads.attention import UnrollAttention
 from mtp_train.heads.base import chained, supervised, unroll
-from mtp_train.heads.table import build_head
+from mtp_train.heads.table import build_head, taps_of
 from mtp_train.interfaces import Batch
+from mtp_train.loss import draft_loss
 from mtp_train.target.ends import FrozenEnds
-from tests.test_heads import head_config, noisy_head
+from tests.test_heads import EVERY_KIND, assert_same, head_config, named, noisy_head, start
 from tests.tiny import tiny_target
 
 DOCUMENTS = [5, 4, 2, 7]
@@ -156,8 +158,8 @@ class ListAttention:
         return torch.stack(out, dim=1)
 
 
-def packed(model, rows, mask_from, seed=3, total=None):
-    """Rows of documents of random tokens and states; each document's tokens from `mask_from` on are supervised."""
+def packed(model, rows, mask_from, seed=3, total=None, config=None):
+    """Rows of documents of random tokens and states at the taps of a head; each document's tokens from `mask_from` on are supervised."""
     generator, hidden = torch.Generator().manual_seed(seed), model.config.hidden_size
     total = total or max(sum(row) for row in rows)
     shape = (len(rows), total)
@@ -166,7 +168,7 @@ def packed(model, rows, mask_from, seed=3, total=None):
         size = sum(row)
         documents[index, :size] = documents_of(row)
         positions[index, :size] = torch.tensor([place for length in row for place in range(length)])
-    states = torch.randn(*shape, 1, hidden, generator=generator)
+    states = torch.randn(*shape, len(taps_of(config or head_config(), 4)), hidden, generator=generator)
     return Batch(torch.randint(0, 256, shape, generator=generator), positions, documents, (documents >= 0) & (positions >= mask_from), states)
 
 
@@ -190,9 +192,14 @@ def chains_one_by_one(head, ends, batch, num_steps):
     return out
 
 
-HEADS = {
+CASES = {
     "llama, packed": ("llama", {}, {}),
     "two layers": ("llama", {}, {"num_layers": 2}),
+    "eagle1": ("llama", {}, {"kind": "eagle1"}),
+    "eagle1, two layers": ("gemma2", {}, {"kind": "eagle1", "num_layers": 2}),
+    "eagle3": ("llama", {}, {"kind": "eagle3"}),
+    "eagle3, two layers": ("qwen2", {}, {"kind": "eagle3", "num_layers": 2, "norm_before_residual": True}),
+    "eagle3.1, qk-norm": ("qwen3", {}, {"kind": "eagle31"}),
     "pre-norm recycled": ("qwen3", {}, {"recycled": "pre", "mask_position_0": True, "concat": "he"}),
     "softcap": ("gemma2", {}, {}),
     "mla, value size unlike": ("deepseek_v2", {"v_head_dim": 12}, {}),
@@ -200,40 +207,41 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.parametrize("case", CASES)
 def test_unroll_equals_chains_run_one_by_one_gradients_included(case):
-    family, sizes, settings = HEADS[case]
-    model = tiny_target(family, **sizes)
+    family, sizes, settings = CASES[case]
+    model, config = tiny_target(family, **sizes), head_config(**settings)
     ends = FrozenEnds.from_model(model)
-    head = noisy_head(model, ends, head_config(**settings), seed=2)
-    batch = packed(model, [[6, 5], [4, 2]], mask_from=3)
+    head = noisy_head(model, ends, config, seed=2)
+    batch = packed(model, [[6, 5], [4, 2]], mask_from=3, config=config)
     readouts, expected = unroll(head, ends, batch, 3), chains_one_by_one(head, ends, batch, 3)
     rows = supervised(readouts, batch)
     assert int(rows.valid.sum()) == len(expected) > 10
     weights = torch.randn(readouts.shape, generator=torch.Generator().manual_seed(4))
     for place, want in expected.items():
-        torch.testing.assert_close(readouts[place], want, rtol=0, atol=2e-5)
+        assert_same(readouts[place], want)
     totals = [sum((one[place] * weights[place]).sum() for place in expected) for one in (readouts, expected)]
-    names, trained = zip(*((name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad))
+    names, trained = zip(*((name, one) for name, one in head.named_parameters() if one.requires_grad and one is not head.lm_head_weight))
     for name, mine, want in zip(names, *(torch.autograd.grad(total, trained) for total in totals)):
         assert float((mine - want).abs().max()) <= 1e-4 * float(want.abs().max()) + 1e-6, name
 
 
-def test_rows_without_a_supervised_chain_are_left_out_and_the_others_do_not_change():
-    model = tiny_target("llama")
+@EVERY_KIND
+def test_rows_without_a_supervised_chain_are_left_out_and_the_others_do_not_change(name):
+    model, config = tiny_target("llama"), named(name)
     ends = FrozenEnds.from_model(model)
-    head = noisy_head(model, ends, head_config()).eval()
-    batch = packed(model, [[12, 9], [20]], mask_from=0)
+    head = noisy_head(model, ends, config).eval()
+    batch = packed(model, [[12, 9], [20]], mask_from=0, config=config)
     some = Batch(**{**batch.__dict__, "loss_mask": batch.loss_mask & (torch.rand(batch.loss_mask.shape, generator=torch.Generator().manual_seed(0)) < 0.3)})
     with torch.no_grad():
         whole, part = unroll(head, ends, batch, 3), unroll(head, ends, some, 3)
     rows = chained(some, 3)
     assert 0.2 < float(rows.float().mean()) < 0.8
-    torch.testing.assert_close(part[0], whole[0])
-    torch.testing.assert_close(part[1:, rows], whole[1:, rows], rtol=0, atol=2e-5)
+    assert_same(part[0], whole[0])
+    assert_same(part[1:, rows], whole[1:, rows])
     assert not part[1:, ~rows].any()
     mine, all_rows = supervised(part, some), supervised(whole, some)
-    torch.testing.assert_close(mine.students[mine.valid], all_rows.students[mine.valid], rtol=0, atol=2e-5)
+    assert_same(mine.students[mine.valid], all_rows.students[mine.valid])
 
 
 def test_chained_rows_of_the_documented_example():
@@ -245,12 +253,13 @@ def test_chained_rows_of_the_documented_example():
     assert chained(batch, 2).tolist() == chained(batch, 3).tolist() == [[True, True, True, False, False, False]]
 
 
-def test_padding_is_never_computed():
-    model = tiny_target("llama")
+@EVERY_KIND
+def test_padding_is_never_computed(name):
+    model, config = tiny_target("llama"), named(name)
     ends = FrozenEnds.from_model(model)
-    head = noisy_head(model, ends, head_config()).eval()
-    batch = packed(model, [[9, 4], [5]], mask_from=2)
-    padded = packed(model, [[9, 4], [5]], mask_from=2, total=30)
+    head = noisy_head(model, ends, config).eval()
+    batch = packed(model, [[9, 4], [5]], mask_from=2, config=config)
+    padded = packed(model, [[9, 4], [5]], mask_from=2, total=30, config=config)
     states = torch.full_like(padded.hidden_states, torch.nan)
     states[:, :13], ids = batch.hidden_states, torch.zeros_like(padded.input_ids)
     states[1, 5:], ids[:, :13] = torch.nan, batch.input_ids
@@ -258,33 +267,39 @@ def test_padding_is_never_computed():
     readouts = unroll(head, ends, padded, 3)
     assert not readouts[:, padded.document_ids < 0].any()
     real = batch.document_ids >= 0
-    torch.testing.assert_close(readouts[:, :, :13][:, real], unroll(head, ends, batch, 3)[:, real], rtol=0, atol=2e-5)
+    assert_same(readouts[:, :, :13][:, real], unroll(head, ends, batch, 3)[:, real])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v2"])
-def test_a_batch_of_nothing_but_padding_gives_zero_gradients(family):
+@pytest.mark.parametrize(
+    ("name", "family"), [*(("mtp", family) for family in ("llama", "gemma2", "deepseek_v2")), ("eagle1", "llama"), ("eagle3", "qwen3"), ("eagle3.1", "llama")]
+)
+def test_a_batch_of_nothing_but_padding_gives_zero_gradients(family, name):
     """A rank may be left with an empty row; its gradients must exist, and be zero."""
-    model = tiny_target(family)
+    model, config = tiny_target(family), named(name)
     ends = FrozenEnds.from_model(model)
-    head = noisy_head(model, ends, head_config())
-    batch = packed(model, [[]], 0, total=6)
-    supervised(unroll(head, ends, batch, 3), batch).students.sum().backward()
+    head = noisy_head(model, ends, config)
+    batch = packed(model, [[]], 0, total=6, config=config)
+    rows = supervised(unroll(head, ends, batch, 3), batch)
+    draft_loss(ends, rows, compose("target.path=x").train.loss, None, head.lm_head_weight)[0].loss.backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in head.parameters())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v2"])  # the tiny Llama amplifies rounding: 0.17, with the dense attention too
-def test_under_autocast_values_and_gradients_are_those_of_float32_within_bfloat16(family):
+@pytest.mark.parametrize(
+    ("name", "family"), [("mtp", "qwen3"), ("mtp", "deepseek_v2"), ("eagle1", "qwen3"), ("eagle3", "qwen3"), ("eagle3.1", "qwen3")]
+)  # the tiny Llama amplifies rounding: 0.17, with the dense attention too
+def test_under_autocast_values_and_gradients_are_those_of_float32_within_bfloat16(family, name):
     """The rotation leaves queries and keys in float32 there, the values are bfloat16."""
-    model = tiny_target(family)
+    model, config = tiny_target(family), named(name)
     ends = FrozenEnds.from_model(model)
-    head = noisy_head(model, ends, head_config())
-    batch, found = packed(model, [[24, 9]], mask_from=5), []
+    head = noisy_head(model, ends, config)
+    batch, found = packed(model, [[24, 9]], mask_from=5, config=config), []
+    projection = head.eh_proj if name == "mtp" else head.fc
     for enabled in (False, True):
         head.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             students = supervised(unroll(head, ends, batch, 3), batch).students
         students.float().square().mean().backward()
-        found.append([students.detach().float(), head.block.layers[0].self_attn.o_proj.weight.grad, head.eh_proj.weight.grad])
+        found.append([students.detach().float(), head.block.layers[0].self_attn.o_proj.weight.grad, projection.weight.grad])
     for exact, rounded in zip(*found):
         assert float((rounded - exact).norm() / exact.norm()) < 0.08  # three recurrent steps, each rounded to 8 bits
 
@@ -309,7 +324,7 @@ def step(family, length, num_steps, mask_from=0):
     """One forward and backward pass; (largest tensor in elements, bytes saved for the backward pass)."""
     model = tiny_target(family)
     ends = FrozenEnds.from_model(model)
-    head = build_head(head_config(), model.config, ends.norm_weight)
+    head = build_head(head_config(), model.config, start(ends))
     batch, stored = packed(model, [[length]], mask_from), {}
     own = {parameter.untyped_storage().data_ptr() for parameter in [*head.parameters(), *ends.parameters()]}
 

@@ -144,7 +144,7 @@ class PackedBatches:
 
     def _read(self, rows: list[list[int]]) -> Batch:
         header = self.reader.manifest
-        like = torch.zeros(len(header.taps), header.target.hidden_size, dtype=STATE_DTYPES[header.state_dtype])
+        like = torch.zeros(len(self.reader.taps), header.target.hidden_size, dtype=STATE_DTYPES[header.state_dtype])
         samples = {i: self.reader[i] for i in sorted(chain.from_iterable(rows))}  # in the order of the disk
         return collate([[samples[i] for i in row] for row in rows], self.seq_len, like)
 

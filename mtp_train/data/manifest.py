@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -49,6 +50,13 @@ class Header:
             raise ValueError(f"taps {self.taps} must be distinct, of layers 0..{depth}, and end in the teacher state {Tap(depth, 'post')}")
         if self.state_dtype not in STATE_DTYPES:
             raise ValueError(f"state_dtype={self.state_dtype!r} is not one of {', '.join(STATE_DTYPES)}")
+
+    def places(self, taps: Sequence[Tap], what: str) -> list[int]:
+        """Where each of `taps` lies on the axis of taps. Raises ValueError, naming both, where one is not stored in `what`."""
+        if missing := [tap for tap in taps if tap not in self.taps]:
+            stored, asked = (", ".join(f"{tap.layer} ({tap.norm})" for tap in some) for some in (self.taps, missing))
+            raise ValueError(f"{what} holds the states after layers {stored}; the head also reads {asked}: capture them (precompute.tap_layers)")
+        return [self.taps.index(tap) for tap in taps]
 
     def check(self, other: Header, what: str) -> None:
         """Raise ValueError, with both values, unless `other` belongs to the same data set as this header, which is `what`'s."""

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mtp_train.data.manifest import MANIFEST, STATE_DTYPES, Header, Manifest, ShardInfo, load_parts, part_name
-from mtp_train.interfaces import Sample
+from mtp_train.interfaces import Sample, Tap
 from mtp_train.provenance import atomic_write, lock, save_safetensors, sha256
 
 log = logging.getLogger(__name__)
@@ -258,14 +258,17 @@ class ShardReader:
     """Random access to the samples of a data set through memory maps. Threads may share it.
 
     `manifest`, `lengths` (S,) tokens and `supervised` (S,) supervised tokens, both int32, describe the S samples; those of shard n are
-    `first[n]` to `first[n + 1]` - 1. Opening reads these and no states: 8 bytes a sample stay in memory.
+    `first[n]` to `first[n + 1]` - 1. Opening reads these and no states: 8 bytes a sample stay in memory. Samples have the states at `taps`
+    in this order; None: all.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_manifest`; or a shard is missing, truncated or shaped otherwise than the manifest says.
+        FileNotFoundError, ValueError: as `read_manifest`; a tap is not stored; or a shard is missing, truncated or shaped otherwise than the manifest says.
     """
 
-    def __init__(self, data_dir: str | Path, max_open: int = 64):
+    def __init__(self, data_dir: str | Path, max_open: int = 64, taps: Sequence[Tap] | None = None):
         self.dir, self.manifest, self._max_open = Path(data_dir), read_manifest(data_dir), max_open
+        self.taps = self.manifest.taps if taps is None else tuple(taps)
+        self._places = self.manifest.places(self.taps, str(self.dir))
         self._open: dict[int, _Shard] = {}  # the last used shards: thousands would use up the file descriptors
         self._lock = threading.Lock()
         self.first = [0, *accumulate(shard.samples for shard in self.manifest.shards)]
@@ -283,7 +286,7 @@ class ShardReader:
             raise IndexError(f"sample {i} of {len(self)}")
         shard, at = self._find(i)
         ids, domains = shard.names
-        return Sample(ids[at], domains[at], self._read(i, "input_ids"), self.loss_mask(i), self._read(i, "hidden_states"))
+        return Sample(ids[at], domains[at], self._read(i, "input_ids").clone(), self.loss_mask(i), self._read(i, "hidden_states")[:, self._places])
 
     @property
     def ids(self) -> list[str]:
@@ -297,20 +300,24 @@ class ShardReader:
 
     def loss_mask(self, i: int) -> Tensor:
         """(T,) bool of one sample, without reading its states."""
-        return self._read(i, "loss_mask")
+        return self._read(i, "loss_mask").clone()
 
-    def token_counts(self, vocab_size: int) -> Tensor:
-        """(V,) int64: how often each token is a training target."""
-        counts = torch.zeros(vocab_size, dtype=torch.int64)
+    def token_counts(self, vocab_size: int) -> dict[str, Tensor]:
+        """How often each token (V,) is a training target, by domain."""
+        counts: dict[str, Tensor] = {}
         for shard in map(self._shard, range(len(self.manifest.shards))):
-            counts += shard.file.get_tensor("input_ids")[shard.file.get_tensor("loss_mask")].bincount(minlength=vocab_size)
+            ids, mask = shard.file.get_tensor("input_ids"), shard.file.get_tensor("loss_mask")
+            for domain, (start, stop) in zip(shard.names[1], pairwise(shard.offsets), strict=True):
+                of_domain = counts.setdefault(domain, torch.zeros(vocab_size, dtype=torch.int64))
+                found = ids[start:stop][mask[start:stop]]
+                of_domain.index_add_(0, found, torch.ones_like(found))
         return counts
 
-    def frequent_tokens(self, size: int, vocab_size: int) -> tuple[Tensor, float]:
-        """The `size` most frequent training targets (size,), sorted ids, filled up with the lowest; and the share of all targets that they cover."""
+    def frequent_tokens(self, size: int, vocab_size: int) -> tuple[Tensor, dict[str, float]]:
+        """The `size` most frequent training targets (size,), sorted ids, filled up with the lowest; and the share of each domain's targets that they cover."""
         counts = self.token_counts(vocab_size)
-        chosen = counts.argsort(descending=True, stable=True)[:size].sort().values
-        return chosen, float(counts[chosen].sum() / counts.sum())
+        chosen = sum(counts.values(), torch.zeros(vocab_size, dtype=torch.int64)).argsort(descending=True, stable=True)[:size].sort().values
+        return chosen, {domain: float(each[chosen].sum() / each.sum()) for domain, each in counts.items() if each.any()}
 
     def _find(self, i: int) -> tuple[_Shard, int]:
         """The shard of a sample, and its number in there."""
@@ -318,9 +325,10 @@ class ShardReader:
         return self._shard(number), i - self.first[number]
 
     def _read(self, i: int, name: str) -> Tensor:
+        """A view of the map, to be copied: a write into it would show in later reads."""
         shard, at = self._find(i)
         rows: Tensor = shard.file.get_slice(name)[shard.offsets[at] : shard.offsets[at + 1]]
-        return rows.clone()  # a write into a view of the map would show in later reads
+        return rows
 
     def _shard(self, number: int) -> _Shard:
         """The open shard. Its size is checked first, because reading past the end of a map kills the process."""

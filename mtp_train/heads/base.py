@@ -18,29 +18,62 @@ In step k, row t attends to the step-0 keys of rows <= t and to its own keys of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from mtp_train.checks import one_of
 from mtp_train.config import HeadConfig
 from mtp_train.heads.attention import Attention, UnrollAttention
 from mtp_train.interfaces import Batch, Ends
+
+ReadLayer = Callable[[int], dict[str, Tensor]]
+"""The tensors that the target's checkpoint holds of layer N, by their names within the layer; none where it has no such layer."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What of the target a head may start from."""
+
+    final_norm: Tensor  # (H,) the final norm's gain
+    lm_head: Tensor  # (D, H) its rows of the draft vocabulary
+    read_layer: ReadLayer
 
 
 class DraftHead(nn.Module):
     """What every head is: `fuse` once, then `forward` once per drafted token; `readout` is what lm_head reads.
 
-    `forward` gives the feature that the next step takes; `readout` of it goes into the target's frozen lm_head.
+    `forward` gives the feature that the next step takes; `readout` of it goes into lm_head: the target's frozen one, or the head's own.
     """
 
+    Layout: ClassVar[type]
+    """A dataclass of the fields of `config.layout`; it refuses values that mean nothing."""
+    inits: ClassVar[tuple[str, ...]] = ("identity", "last_layer")
+    """What `config.init` may be."""
+
     def __init__(self, config: HeadConfig):
+        """Raises ValueError for a layout or an init that the head does not have."""
         super().__init__()
-        self.config = config
+        one_of("head.init", config.init, self.inits)
+        self.config, self.layout = config, read_layout(self.Layout, config)
+        self.lm_head: nn.Linear | None = None
+
+    @classmethod
+    def resolve(cls, config: HeadConfig, num_layers: int) -> HeadConfig:
+        """The same, with what follows from the target's number of layers written out."""
+        return config
+
+    @property
+    def lm_head_weight(self) -> Tensor | None:
+        """(D, H) the head's own lm_head, of the draft vocabulary; None: it is read by the target's."""
+        return None if self.lm_head is None else self.lm_head.weight
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
-        """Target states (B, T, L, H) -> the feature of step 0 (B, T, H)."""
+        """Target states (B, T, L, H) at the head's taps, the teacher state last -> the feature of step 0 (B, T, H)."""
         raise NotImplementedError
 
     def forward(self, token_embeds: Tensor, features: Tensor, position_ids: Tensor, attention: Attention) -> Tensor:
@@ -50,6 +83,18 @@ class DraftHead(nn.Module):
     def readout(self, features: Tensor) -> Tensor:
         """Feature (…, H) -> what lm_head reads (…, H)."""
         raise NotImplementedError
+
+
+def read_layout(kind: type, config: HeadConfig) -> Any:
+    """`config.layout` as the head's own dataclass. Raises ValueError naming missing and unknown fields."""
+    known = {field.name: field.type for field in fields(kind)}
+    missing, unknown = sorted(known.keys() - config.layout.keys()), sorted(config.layout.keys() - known.keys())
+    if missing or unknown:
+        raise ValueError(f"head.layout of a head of kind {config.kind} lacks {missing} and has unknown {unknown}")
+    for name, value in config.layout.items():
+        if known[name] == "bool" and not isinstance(value, bool):
+            raise ValueError(f"head.layout.{name}={value!r} is neither true nor false")
+    return kind(**config.layout)
 
 
 def shift_left(tensor: Tensor, by: int) -> Tensor:
@@ -88,7 +133,7 @@ def unroll(head: DraftHead, ends: Ends, batch: Batch, num_steps: int) -> Tensor:
     rows = _places(batch.document_ids.flatten() >= 0)  # (N,)
     going_on = _places(chained(batch, num_steps).flatten()[rows])  # (M,) of the N
     attention = UnrollAttention(documents.flatten()[rows], going_on)
-    features = head.fuse(batch.hidden_states.flatten(0, 1)[None, rows])
+    features = head.fuse(batch.hidden_states.flatten(0, 1)[None, rows].to(ends.dtype))
     readouts, places = [], []
     for step in range(num_steps):
         if step == 1:

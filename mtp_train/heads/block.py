@@ -15,6 +15,7 @@ from transformers import AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mtp_train.heads.attention import Attention
+from mtp_train.heads.base import ReadLayer
 
 ATTENTION_NAME = "mtp_head"
 FULL = "full_attention"
@@ -90,6 +91,13 @@ class Block(nn.Module):
         decoder.config._attn_implementation = ATTENTION_NAME  # the layers hold this same config
         self.norm_class, self.norm_eps = type(decoder.norm), decoder.config.rms_norm_eps
         self.decoder_class, self.config = type(decoder), decoder.config
+
+    def start_from_last_layers(self, target_config: Any, read_layer: ReadLayer) -> None:
+        """Start from the target's last layers of the block's kind. Raises ValueError where it has too few."""
+        usable, num = like_the_block(target_config), len(self.layers)
+        if len(usable) < num:
+            raise ValueError(f"head.init=last_layer: the target has {len(usable)} layers of the block's kind, head.num_layers is {num}")
+        self.load_layers([read_layer(index) for index in usable[-num:]])
 
     def load_layers(self, layers: list[dict[str, Tensor]]) -> None:
         """Start from layers of the target as its checkpoint stores them, by the names within a layer; transformers converts what it keeps otherwise.

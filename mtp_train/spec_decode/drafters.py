@@ -115,7 +115,7 @@ class HeadDrafter(ChainDrafter):
 
     @torch.no_grad()
     def first_logits(self) -> Tensor:
-        return self.ends.logits(self.head.readout(self.features), self.vocab)
+        return self.ends.logits(self.head.readout(self.features), self.vocab, self.head.lm_head_weight)
 
     @torch.no_grad()
     def next_logits(self, token_ids: Tensor) -> Tensor:

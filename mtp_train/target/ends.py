@@ -133,8 +133,10 @@ class FrozenEnds(nn.Module):
             return (wide * (self.family.gain_offset + self.norm_weight.float())).to(hidden_states.dtype)
         return self.norm_weight * wide.to(hidden_states.dtype)
 
-    def logits(self, hidden_states: Tensor, vocab: Tensor | None = None) -> Tensor:
-        """(…, H) post-norm states -> (…, V) logits; with `vocab` (D,) int64 only those entries, (…, D)."""
+    def logits(self, hidden_states: Tensor, vocab: Tensor | None = None, own: Tensor | None = None) -> Tensor:
+        """(…, H) post-norm states -> (…, V) logits; only entries `vocab` (D,) int64: (…, D). With `own` (D, H), a head's lm_head, read by that alone."""
+        if own is not None:
+            return _project(hidden_states.to(own.dtype), own)
         weight, bias = (self.head_weight, self.head_bias) if vocab is None else self._rows(vocab)
         logits = _project(hidden_states.to(weight.dtype), weight)
         logits = logits if bias is None else logits + bias
@@ -143,6 +145,11 @@ class FrozenEnds(nn.Module):
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of embeddings and lm_head, and so of what training computes in."""
+        return self.embed_weight.dtype
 
     @property
     def bytes_per_logit(self) -> int:
