@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from mtp_train.config import HeadConfig
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.table import build_head
 from mtp_train.interfaces import Tap, TargetInfo
-from mtp_train.provenance import atomic_dir, fingerprint
+from mtp_train.provenance import atomic_dir, fingerprint, unclaimed
 
 ACCEPTANCE = "acceptance.json"
 CONVENTION = "row t of step k embeds token t+k+1, reads the post-norm state h_t (step 0) or its own last feature, rope position t+k, predicts token t+k+2"
@@ -143,10 +144,11 @@ def save_checkpoint(
     target_config: dict[str, Any],
     moments: dict[str, Tensor],
     state: dict[str, Any],
+    check: Callable[[], None] = unclaimed,
 ) -> Path:
-    """Write a checkpoint of `info.step`; it appears under its name only when it is whole."""
+    """Write a checkpoint of `info.step`; it appears under its name only when it is whole (and `check`, see `Claim`, lets it)."""
     path = root / f"step_{info.step:08d}"
-    with atomic_dir(path) as folder:
+    with atomic_dir(path, check) as folder:
         write_head(folder, weights, info, target_config)
         save_file(moments, folder / "optimizer.safetensors")
         (folder / "state.json").write_text(json.dumps({"step": info.step, **state}, indent=2) + "\n")

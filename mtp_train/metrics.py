@@ -31,7 +31,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Metrics:
-    """Sums steps up to a log line; opened at `step`, it drops lines that a killed run wrote beyond its checkpoint.
+    """Sums steps up to a log line; opened at `step`, it drops lines that a killed run wrote beyond its checkpoint (in a new file: were it alive, it would
+    write into the old one).
 
     Every rank takes in the same sums, those of all ranks; rank 0 writes. `window` is what `state` gave at that step: the line begun there.
     With `meter` the log has the MFU.

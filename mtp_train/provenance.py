@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import platform
+import re
 import secrets
 import shlex
 import shutil
@@ -21,12 +22,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import yaml
@@ -66,28 +67,36 @@ def is_abandoned(temp: Path) -> bool:
         return False
 
 
+def unclaimed() -> None:
+    """The check of a place that one process alone writes anyway."""
+
+
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write; at the end it becomes `path`, on disk. After an error neither is there (an older `path` stays)."""
+def atomic_path(path: Path, check: Callable[[], None] = unclaimed) -> Iterator[Path]:
+    """Yield a temporary path to write; at the end it becomes `path`, on disk. After an error neither is there (an older `path` stays).
+
+    `check` (here and below; see `Claim`) is called just before and raises where that must not happen.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = temp_path(path)
     try:
         yield temp
         fsync_path(temp)
+        check()
         temp.replace(path)
     finally:
         temp.unlink(missing_ok=True)
     fsync_path(path.parent)
 
 
-def atomic_write(path: str | Path, data: bytes | str) -> None:
+def atomic_write(path: str | Path, data: bytes | str, check: Callable[[], None] = unclaimed) -> None:
     """Write a whole file: a reader, or a kill at any moment, sees the old content or the new one, never a part. Text is UTF-8."""
-    with atomic_path(Path(path)) as temp:
+    with atomic_path(Path(path), check) as temp:
         temp.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 @contextmanager
-def atomic_dir(path: str | Path) -> Iterator[Path]:
+def atomic_dir(path: str | Path, check: Callable[[], None] = unclaimed) -> Iterator[Path]:
     """Yield a temporary sibling directory to fill; at the end it becomes `path`, on disk, in place of an older one.
 
     After an error nothing remains. What a killed process left beside `path` is removed at the next call. Replacing an older directory
@@ -106,6 +115,7 @@ def atomic_dir(path: str | Path) -> Iterator[Path]:
             if not entry.is_symlink():
                 fsync_path(entry)
         fsync_path(temp)
+        check()
         if path.exists():  # a directory cannot be renamed onto one that has files
             path.replace(old)
         temp.replace(path)
@@ -117,20 +127,84 @@ def atomic_dir(path: str | Path) -> Iterator[Path]:
     fsync_path(path.parent)
 
 
-def lock(path: Path) -> BinaryIO:
-    """Hold `path` until the returned file is closed or the process ends. Raises ValueError where another process holds it."""
-    file = open(path, "ab")  # noqa: SIM115 (the caller holds it)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise ValueError(f"another process is writing here (it holds {path})") from error
-    except OSError as error:  # some network file systems have no locks
-        log.warning("cannot lock %s (%s): make sure that only one process writes here", path, error)
-    return file
+# ---------------------------------------------------------------- one writer
 
 
-def save_safetensors(path: Path, columns: Sequence[tuple[str, torch.dtype, tuple[int, ...], Sequence[Tensor]]]) -> tuple[int, str]:
+def attempt_id() -> str:
+    """Who writes: "slurm CLUSTER JOB RESTART", alike in all processes of a job's attempt; outside SLURM every call gives an id of its own."""
+    if job := os.environ.get("SLURM_JOB_ID"):
+        return f"slurm {os.environ.get('SLURM_CLUSTER_NAME', '-')} {job} {os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    return f"process {socket.gethostname()} {os.getpid()} {secrets.token_hex(4)}"
+
+
+def is_later(one: str, other: str) -> bool:
+    """Whether `one` is known to have been started after `other`: both are of one cluster, whose job ids and restart counts grow."""
+    mine, theirs = (re.fullmatch(r"slurm (\S+) (\d+) (\d+)", id) for id in (one, other))
+    if not mine or not theirs or mine[1] != theirs[1]:
+        return False
+    return (int(mine[2]), int(mine[3])) > (int(theirs[2]), int(theirs[3]))
+
+
+class Claim:
+    """The right to write somewhere, of one attempt at a time. `check` it before every write.
+
+    A node that SLURM has given up may be alive: its processes go on while the job is started anew elsewhere, out of reach of any lock. So the
+    file names the attempt that writes. The newest takes over, and the former stops at its next `check` (checksums tell of a write that was
+    past it). Outside SLURM, and in one attempt, a second process on this host is refused as long as the first lives.
+
+    Raises:
+        ValueError: refused, or (`check`) another attempt has taken over; says who.
+    """
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        self.path, self.attempt, self._file = path, attempt_id(), path.open("r+b", buffering=0)
+        alone, holder = self._lock(), self._holder()
+        if not alone and (holder == self.attempt or not self.attempt.startswith("slurm")):
+            self.close()
+            raise ValueError(f"another process is writing here (it holds {path})")
+        if holder and is_later(holder, self.attempt):
+            self.close()
+            raise ValueError(f"{path}: {holder!r} writes here, started after this {self.attempt!r} (if job ids have begun anew since, delete the file)")
+        if holder and not alone:
+            log.warning("%s: taken over from %r, which still runs", path, holder)
+        self._file.write(f"{self.attempt:<255}\n".encode())  # always of one length, over what stands there
+        os.fsync(self._file.fileno())
+
+    def check(self) -> None:
+        """Raise ValueError unless this attempt still holds the claim."""
+        holder = self._holder()
+        if holder != self.attempt:
+            raise ValueError(f"{self.path}: {holder!r} has taken over from {self.attempt!r}, which stops here and writes nothing more")
+
+    def close(self) -> None:
+        """Let another process of this host in."""
+        self._file.close()
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _holder(self) -> str:
+        return self.path.read_text().strip()  # opened anew: network file systems look again then
+
+    def _lock(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:  # some network file systems have no locks
+            log.warning("cannot lock %s (%s): of two processes that write here, the later one takes over", self.path, error)
+        return True
+
+
+# ---------------------------------------------------------------- tensors, hashes, origin
+
+
+def save_safetensors(path: Path, columns: Sequence[tuple[str, torch.dtype, tuple[int, ...], Sequence[Tensor]]], check: Callable[[], None]) -> tuple[int, str]:
     """Write (name, dtype, shape, pieces in order) as an atomic safetensors file; returns its size and sha256.
 
     The bytes are streamed and hashed on the way: unlike `safetensors.torch.save_file` this joins no pieces in memory, keeps the errno of a
@@ -143,7 +217,7 @@ def save_safetensors(path: Path, columns: Sequence[tuple[str, torch.dtype, tuple
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    with atomic_path(path) as temp, open(temp, "xb") as file:
+    with atomic_path(path, check) as temp, open(temp, "xb") as file:
         pieces: Iterator[Any] = (piece.contiguous().flatten().view(torch.uint8).numpy() for *_, column in columns for piece in column)
         for data in chain((len(text).to_bytes(8, "little"), text), pieces):
             file.write(data)

@@ -25,7 +25,7 @@ from mtp_train.interfaces import Tap, TargetInfo
 from mtp_train.optim import make_optimizer, take_up
 from mtp_train.parallel import Objective, Replica, make_replica
 from mtp_train.planner import Meter, peak_flops
-from mtp_train.provenance import write_provenance
+from mtp_train.provenance import Claim, write_provenance
 from mtp_train.serving import choose_class
 from mtp_train.target.ends import FrozenEnds, read_layer
 from mtp_train.target.identity import target_info
@@ -56,6 +56,7 @@ class Setup:
     at: Progress
     window: dict[str, Any]  # the log line begun
     meter: Meter | None  # where the device's peak is known
+    claim: Claim | None  # to the checkpoints: rank 0 writes them
 
 
 def set_up(config: cfg.Config) -> Setup:
@@ -83,6 +84,7 @@ def set_up(config: cfg.Config) -> Setup:
     if held_out.exists():
         validation = PackedBatches(open_shards(held_out, info, taps), options.seq_len, options.rows_per_batch, 0, *place)
     head_info = HeadInfo(config.head, info, taps, options.unroll_steps, options.seq_len, 0, vocab_fingerprint(vocab))
+    claim = Claim(run_dir / "checkpoints" / ".lock") if dist.is_first() else None
     found = dist.from_first(checkpoints(run_dir / "checkpoints")[-1:]) if options.resume else []
     if found:
         load_weights(found[0], head, head_info, draft_vocab)
@@ -91,7 +93,7 @@ def set_up(config: cfg.Config) -> Setup:
     at, window = resume(found[0], replica, data, options.optim) if found else (Progress(), {})
     peak = peak_flops(device)
     meter = Meter(config, target_config, peak * dist.world_size()) if peak else None
-    setup = Setup(device, replica, data, validation, draft_vocab, head_info, target_config.to_dict(), at, window, meter)
+    setup = Setup(device, replica, data, validation, draft_vocab, head_info, target_config.to_dict(), at, window, meter, claim)
     if dist.is_first():
         write_provenance(run_dir / "checkpoints", asdict(config))
     describe(setup, head, reader, config, dtype)

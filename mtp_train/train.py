@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -48,7 +49,7 @@ def train(config: cfg.Config) -> Path:
     measurer = Measurer(config, at.step)
     feed = steps(setup, options.accumulation)
     last, stopped = run_dir / "checkpoints", False
-    with dist.StopSignals() as signals:
+    with dist.StopSignals() as signals, setup.claim or nullcontext():
         while at.step < options.num_steps and not stopped:
             started = time.perf_counter()
             lr = lr_at(at.step, options.num_steps, options.optim)
@@ -143,11 +144,11 @@ def save(setup: Setup, run_dir: Path, state: dict[str, Any], keep_last: int) -> 
     """A checkpoint of where the set-up stands, written by rank 0; the others wait for it."""
     weights, moments = setup.replica.gather()
     path, root, at = None, run_dir / "checkpoints", setup.at
-    if dist.is_first():
+    if setup.claim is not None:
         if setup.draft_vocab is not None:
             weights["draft_vocab"] = setup.draft_vocab.cpu()
         place = {"epoch": at.epoch, "row": at.row, "plan": setup.data.plan}
-        path = save_checkpoint(root, weights, replace(setup.info, step=at.step), setup.target_config, moments, {**place, **state})
+        path = save_checkpoint(root, weights, replace(setup.info, step=at.step), setup.target_config, moments, {**place, **state}, setup.claim.check)
         prune(root, keep_last)
     path = dist.from_first(path)
     assert path is not None

@@ -21,6 +21,7 @@ from mtp_train.config import RegenerateConfig
 from mtp_train.data.chat import prompt_ids
 from mtp_train.data.corpus import BadRow
 from mtp_train.interfaces import Conversation, Reject, TokenRow
+from mtp_train.provenance import Claim, atomic_write
 from mtp_train.spec_decode.engine import Completion, Request
 
 log = logging.getLogger(__name__)
@@ -63,10 +64,10 @@ class Generator(Protocol):
 
 
 class Journal:
-    """Answers already made, by conversation and turn; its first line says for which inputs they were made."""
+    """Answers already made, by conversation and turn; its first line says for which inputs they were made. Written under a claim."""
 
-    def __init__(self, path: Path, fingerprint: str):
-        self.path, self.answers = path, {}
+    def __init__(self, path: Path, fingerprint: str, claim: Claim):
+        self.path, self.claim, self.answers = path, claim, {}
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith(b"\n")]
         if whole and json.loads(whole[0]).get("fingerprint") == fingerprint:
@@ -75,12 +76,12 @@ class Journal:
                 self.answers[entry["id"], entry["turn"]] = entry
         else:
             whole = [json.dumps({"fingerprint": fingerprint}).encode() + b"\n"]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"".join(whole))
+        atomic_write(path, b"".join(whole), claim.check)  # a new file: who had the old one open writes into nothing
         self.file = path.open("a")
 
     def add(self, id: str, turn: int, ids: list[int], finish: str) -> None:
         """Keep an answer."""
+        self.claim.check()
         entry = {"id": id, "turn": turn, "ids": ids, "finish": finish}
         self.answers[id, turn] = entry
         self.file.write(json.dumps(entry) + "\n")

@@ -31,7 +31,7 @@ from mtp_train.dist import dtype_name, pick_device, pick_dtype
 from mtp_train.heads.table import resolve, taps_of
 from mtp_train.interfaces import Conversation, Reject, Tap, TokenRow
 from mtp_train.planner import report, state_bytes
-from mtp_train.provenance import atomic_path, atomic_write, fingerprint, write_provenance
+from mtp_train.provenance import Claim, atomic_write, fingerprint, write_provenance
 from mtp_train.target.ends import FrozenEnds, local_dir
 from mtp_train.target.identity import target_info
 from precompute.demo import prepare
@@ -141,14 +141,14 @@ class Precompute:
         conversations = self.conversations(which)
         share = split([1] * len(conversations), self.options.num_parts)[part]
         mine, tally = conversations[share.start : share.stop], Tally()
-        produced = list(tally.rows(self.produce(mine, path.with_suffix(".journal"), mark)))
-        if mine:
-            self.report(f"{which} rows, part {part}", tally)
-        with atomic_path(path) as temporary:
+        with Claim(path.with_name(f".{path.stem}.lock")) as claim:
+            produced = list(tally.rows(self.produce(mine, path.with_suffix(".journal"), mark, claim)))
+            if mine:
+                self.report(f"{which} rows, part {part}", tally)
             lines = [{"fingerprint": mark, **tally.summary()}, *map(asdict, produced)]
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            atomic_write(path, "".join(json.dumps(line) + "\n" for line in lines), claim.check)
 
-    def produce(self, conversations: list[Conversation], journal: Path, mark: str) -> Iterator[TokenRow | Reject]:
+    def produce(self, conversations: list[Conversation], journal: Path, mark: str, claim: Claim) -> Iterator[TokenRow | Reject]:
         data, options = self.config.data, self.options.regenerate
         check_template(self.tokenizer, data.template_kwargs) if options.enabled or any(one.text is None for one in conversations) else None
         if not options.enabled:
@@ -156,7 +156,7 @@ class Precompute:
                 yield tokenize(one, self.tokenizer, max_length=data.max_length, turns=data.turns, template_kwargs=data.template_kwargs)
             return
         regenerator = Regenerator(self.engine, self.tokenizer, self.stops, options, data.max_length, data.template_kwargs)
-        yield from regenerator.rows(conversations, Journal(journal, mark))
+        yield from regenerator.rows(conversations, Journal(journal, mark, claim))
 
     def read_rows(self, which: str, part: int) -> list[TokenRow]:
         path = self.rows_path(which, part)

@@ -17,6 +17,7 @@ from mtp_train.checkpoint import checkpoints, load_head
 from mtp_train.config import compose
 from mtp_train.data.shards import ShardReader
 from mtp_train.export import export
+from mtp_train.provenance import Claim
 from mtp_train.target.ends import FrozenEnds
 from mtp_train.train import stage as train
 from precompute.regenerate import Journal, Regenerator
@@ -209,7 +210,8 @@ def test_a_regeneration_cut_in_the_middle_goes_on_at_the_answer(overrides, tmp_p
 
     def rows(engine, journal):
         maker = Regenerator(engine, run.tokenizer, run.stops, options, run.config.data.max_length, {})
-        return list(maker.rows(conversations, Journal(tmp_path / journal, "mark")))
+        with Claim(tmp_path / ".lock") as claim:
+            return list(maker.rows(conversations, Journal(tmp_path / journal, "mark", claim)))
 
     whole = rows(engine, "whole.journal")
     with pytest.raises(Interrupted):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from mtp_train.provenance import atomic_dir, atomic_path, atomic_write, fingerprint, lock, provenance, sha256, temp_path, write_provenance
+from mtp_train.provenance import atomic_dir, atomic_path, atomic_write, fingerprint, provenance, sha256, temp_path, write_provenance
 
 
 def names(directory: Path) -> set[str]:
@@ -97,14 +97,6 @@ def test_a_kill_while_filling_a_directory(tmp_path: Path) -> None:
         (temp / "whole").write_text("whole")
     assert names(tmp_path) == {"x"}
     assert names(tmp_path / "x") == {"whole"}
-
-
-def test_lock(tmp_path: Path) -> None:
-    held = lock(tmp_path / "lock")
-    with pytest.raises(ValueError, match=r"another process.*lock"):
-        lock(tmp_path / "lock")
-    held.close()
-    lock(tmp_path / "lock").close()
 
 
 def test_fingerprint() -> None:

@@ -15,7 +15,7 @@ import shutil
 import threading
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -27,12 +27,12 @@ from torch import Tensor
 
 from mtp_train.data.manifest import MANIFEST, STATE_DTYPES, Header, Manifest, ShardInfo, load_parts, part_name
 from mtp_train.interfaces import Sample, Tap
-from mtp_train.provenance import atomic_write, lock, save_safetensors, sha256
+from mtp_train.provenance import Claim, atomic_write, save_safetensors, sha256, unclaimed
 
 log = logging.getLogger(__name__)
 
 
-def write_shard(path: Path, samples: Sequence[Sample], header: Header) -> ShardInfo:
+def write_shard(path: Path, samples: Sequence[Sample], header: Header, check: Callable[[], None] = unclaimed) -> ShardInfo:
     """Write samples as one safetensors file, whole or not at all, streamed so that nothing is held twice. No samples give an empty shard.
 
     Tensors: offsets (S+1,), supervised (S,), input_ids (N,), hidden_states (N, L, H), loss_mask (N,), and names (uint8): ids and domains
@@ -50,7 +50,7 @@ def write_shard(path: Path, samples: Sequence[Sample], header: Header) -> ShardI
         ("loss_mask", torch.bool, (num_tokens,), [s.loss_mask for s in samples]),
         ("names", torch.uint8, (len(names),), [names]),
     ]
-    return ShardInfo(path.name, len(samples), num_tokens, int(supervised.sum()), *save_safetensors(path, columns))
+    return ShardInfo(path.name, len(samples), num_tokens, int(supervised.sum()), *save_safetensors(path, columns, check))
 
 
 def damage(directory: Path, shard: ShardInfo, rehash: bool = False) -> str:
@@ -87,7 +87,7 @@ class ShardWriter:
 
     Raises:
         ValueError: the directory holds states of another target, taps, corpus, dtype, engine or number of parts (both values), or
-            another process is writing this part.
+            another process is writing this part (see `Claim`); from `add`, `flush` and `finish`: a later attempt has taken it over.
     """
 
     def __init__(self, out_dir: str | Path, header: Header, shard_tokens: int, part: int = 0, num_parts: int = 1):
@@ -99,7 +99,7 @@ class ShardWriter:
             if other.num_parts != num_parts:
                 raise ValueError(f"{self.dir} was begun with {other.num_parts} parts, now {num_parts}: keep that number or use another directory")
             other.check(header, f"{self.dir} (part {other.part})")
-        self._lock = lock(self.dir / f".{self.name}.lock")
+        self._claim = Claim(self.dir / f".{self.name}.lock")
         self._index_path = self.dir / f"{self.name}.json"
         self._index = Manifest.read(self._index_path) if self._index_path.exists() else Manifest(**vars(header), part=part, num_parts=num_parts)
         self._recover()
@@ -134,9 +134,10 @@ class ShardWriter:
         free_names = {f"{self.name}-shard-{number:05d}.safetensors" for number in range(len(shards) + 1)} - set(shards)
         path = self.dir / min(free_names)
         try:
-            shards[path.name] = write_shard(path, self._buffer, self.header)
+            shards[path.name] = write_shard(path, self._buffer, self.header, self._claim.check)
             self._save(tuple(shards[name] for name in sorted(shards)), complete=False)
         except OSError as error:
+            self._claim.check()  # whoever took over has removed the unfinished file
             free = f"{shutil.disk_usage(self.dir).free / 2**30:.2f} GiB free"
             message = f"{error.strerror} while writing {self._buffered_tokens} tokens ({free}); finished shards are kept: make room and run again"
             raise OSError(error.errno, message, str(path)) from error
@@ -146,7 +147,7 @@ class ShardWriter:
         """Write the last shard and mark the part complete."""
         self.flush()
         self._save(self._index.shards, complete=True)
-        self._lock.close()
+        self._claim.close()
 
     def _check(self, sample: Sample) -> None:
         ids, mask, states, where = sample.input_ids, sample.loss_mask, sample.hidden_states, f"sample {sample.id!r}"
@@ -171,8 +172,9 @@ class ShardWriter:
     def _save(self, shards: tuple[ShardInfo, ...], complete: bool) -> None:
         index = replace(self._index, shards=shards, complete=complete)
         if index != self._index or not self._index_path.exists():
+            self._claim.check()
             (self.dir / MANIFEST).unlink(missing_ok=True)
-            atomic_write(self._index_path, index.to_json())
+            atomic_write(self._index_path, index.to_json(), self._claim.check)
         self._index = index
 
 
