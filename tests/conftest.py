@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 
 import pytest
 
 from mtp_train.config import compose
 from precompute.run import stage as precompute
+from tests.slurm_cluster import Cluster
 from tests.tiny import save_tiny, tiny_target
 
 WORDS = ["red", "blue", "cat", "dog", "runs", "sleeps", "fast", "slow", "tree", "house"]
@@ -70,3 +72,13 @@ def captured(target_dir, corpus, tmp_path_factory):
     ]  # fmt: skip
     precompute(compose(*overrides, f'run_dir="{run}"', "precompute.tap_layers=[1,2,3]"))
     return run, overrides
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """SLURM, on this machine. Where it cannot be had: skipped at home, an error in CI."""
+    if os.getuid() != 0 and "CI" not in os.environ:
+        pytest.skip("a SLURM cluster of its own needs root")
+    running = Cluster(tmp_path_factory.mktemp("cluster"))
+    yield running
+    running.down()

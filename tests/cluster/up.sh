@@ -33,7 +33,7 @@ configure() { # ports that nobody listens on now; job ids apart, because launche
   local host ports=() port gpu first_job=$((RANDOM % 30000 + 1000))
   host=$(hostname -s)
   while ((${#ports[@]} < 3)); do
-    port=$((RANDOM % 12000 + 20000))
+    port=$((RANDOM % 10000 + 10000))
     [[ " ${ports[*]} " == *" $port "* ]] || (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null || ports+=("$port")
   done
   head -c 1024 /dev/urandom >"$dir/munge/key"
