@@ -44,8 +44,9 @@ test: $(VENV)/.installed ## the quick tests
 	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not vllm and not slurm and not distributed and not gpu"
 
 test-all: $(VENV)/.demo $(VENV)/.vllm ## every test that needs no GPU
-	$(PYTEST) -n $(JOBS) --dist loadfile -m "not gpu and not vllm and not distributed"
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not gpu and not vllm and not distributed and not slurm"
 	$(PYTEST) -m distributed
+	$(PYTEST) -m slurm
 	$(PYTEST) -m vllm
 
 check: $(VENV)/.installed ## style, types, layers

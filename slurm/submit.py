@@ -26,7 +26,7 @@ import hydra
 from mtp_train import cli
 from mtp_train import config as cfg
 from mtp_train.planner import run_hours
-from mtp_train.provenance import lock
+from mtp_train.provenance import Claim
 from slurm import queue, record, status
 from slurm.chain import ARRAYS, Point, Stage, chain, finished, processes
 from slurm.render import render
@@ -167,7 +167,7 @@ def submit(request: Request) -> None:
             log.info("would be set aside, made with other settings: %s", path)
         return
     (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
-    with lock(run_dir / "slurm" / ".lock"):
+    with Claim(run_dir / "slurm" / ".lock"):
         known = record.read(run_dir)
         stages = known.stages if known else {}
         todo = plan(request, stages, queue.squeue())

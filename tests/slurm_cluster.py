@@ -55,12 +55,12 @@ class Cluster:
         """What scontrol knows of a job (of an array's task as 8_0)."""
         return dict(word.split("=", 1) for word in self("scontrol", "--oneliner", "show", "job", job).split() if "=" in word)
 
-    def wait(self, jobs, seconds=300):
+    def wait(self, jobs, seconds=600):
         """Until all these jobs are over; returns their states."""
         self.until(lambda: set(self.states(*jobs).values()) <= OVER, jobs, seconds)
         return self.states(*jobs)
 
-    def until(self, condition, jobs, seconds=180):
+    def until(self, condition, jobs, seconds=300):
         """Until something holds; else what the jobs' logs say last."""
         end = time.monotonic() + seconds
         while not condition():
