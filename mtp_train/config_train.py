@@ -35,7 +35,7 @@ class LossConfig:
     step_decay: float
     """step k of the unroll weighs step_decay ** k"""
     chunk_mib: int
-    """MiB of all vocabulary-wide tensors alive at once; sets the rows of a chunk (the fewer, the more often lm_head is read: 64 took a third longer on a CPU)"""
+    """MiB of all vocabulary-wide tensors alive at once; sets the rows of a chunk (64 took a third longer on a CPU)"""
 
 
 @dataclass

@@ -58,6 +58,13 @@ def state_bytes(num_tokens: int, num_taps: int, hidden_size: int, dtype: str) ->
     return num_tokens * (num_taps * hidden_size * itemsize + 9)
 
 
+def stored_states(config: Config, sizes: Sizes) -> tuple[int, int]:
+    """States stored of each token, and its bytes."""
+    layers = config.precompute.tap_layers
+    taps = sizes.taps if layers is None else len(layers) + 1
+    return taps, state_bytes(1, taps, sizes.hidden, config.precompute.state_dtype)
+
+
 def read_target(target: TargetConfig) -> Any:
     """The target's transformers config: `target.arch` where given, else its config.json."""
     if target.arch:
@@ -168,8 +175,7 @@ def plan(config: Config) -> dict[str, Table]:
     share, captured = supervised_share(config)
     vocab = config.head.draft_vocab_size or sizes.vocab
     flop = train_flop(sizes, options.seq_len, options.unroll_steps, share.value, vocab)
-    taps, dtype = sizes.taps if config.precompute.tap_layers is None else len(config.precompute.tap_layers) + 1, config.precompute.state_dtype
-    stored = state_bytes(1, taps, sizes.hidden, dtype)
+    taps, stored, dtype = *stored_states(config, sizes), config.precompute.state_dtype
     rate = node.peak_tflops * 1e12 * node.train_efficiency / sum(flop.values())
     steps = f"K = {options.unroll_steps}"
     passes = "forward, both gradients: its own" if sizes.own_lm_head else "forward, gradient of the input"
@@ -287,7 +293,7 @@ def run_hours(config: Config) -> dict[str, float]:
     node, options, share = config.node, config.train, supervised_share(config)[0].value
     flop = train_flop(sizes, options.seq_len, options.unroll_steps, share, config.head.draft_vocab_size or sizes.vocab)
     rate = node.num_devices * node.peak_tflops * 1e12 * node.train_efficiency / sum(flop.values())
-    stored = state_bytes(1, len(config.precompute.tap_layers) + 1, sizes.hidden, config.precompute.state_dtype)
+    stored = stored_states(config, sizes)[1]
     tokens = options.num_steps * options.rows_per_batch * options.seq_len * options.accumulation * node.num_devices / node.epochs
     return {stage: seconds * tokens / 3600 for stage, seconds in stage_seconds(config, sizes, rate, stored, share).items()}
 

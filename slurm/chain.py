@@ -121,7 +121,8 @@ def settings(config: Config, stage: str) -> Any:
         target = content([] if demo else [config.target.path], config.run_dir)
         return [config.target.path, target, data["max_length"], data["turns"], data["template_kwargs"], precompute["num_parts"], answers]
     if stage == "capture":
-        return [config.engine.name, config.target.dtype, *(precompute[name] for name in ("tap_layers", "shard_tokens", "state_dtype"))]
+        taps = head["layout"].get("taps", []) if precompute["tap_layers"] is None else precompute["tap_layers"]
+        return [config.engine.name, config.target.dtype, taps, precompute["shard_tokens"], precompute["state_dtype"]]
     if stage == "train":
         rows = config.train.rows_per_batch * config.train.accumulation * config.cluster.nodes * processes(config)
         return [head, _only(asdict(config.train), stage), rows]

@@ -182,6 +182,8 @@ def test_only_the_missing_tasks_of_an_array_are_submitted(slurm):
         ("precompute.regenerate.batch_size=3", None),
         ("precompute.state_dtype=bfloat16", "capture"),
         ("precompute.batch_tokens=99", None),
+        ("head=eagle1", "train"),
+        ("head=eagle3", "capture"),
         ("train.optim.lr=3e-3", "train"),
         ("train.save_every=2", None),
         ("train.accumulation=2", "train"),

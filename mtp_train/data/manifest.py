@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from mtp_train.interfaces import Tap, TargetInfo
+from mtp_train.provenance import sha256
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -113,3 +114,19 @@ def part_name(part: int, num_parts: int) -> str:
 def load_parts(directory: Path) -> list[Manifest]:
     """Every part index of a directory, by part. Raises ValueError naming a damaged one."""
     return [Manifest.read(path) for path in sorted(directory.glob("part-*-of-*[0-9].json"))]
+
+
+def damage(directory: Path, shard: ShardInfo, rehash: bool = False) -> str:
+    """What is wrong with a shard file, or "": missing, of another size or (with `rehash`, reading all of it) content than was written."""
+    path = directory / shard.file
+    found, wanted = f"has {path.stat().st_size} bytes" if path.exists() else "is missing", f"has {shard.bytes} bytes"
+    if rehash and found == wanted:
+        found, wanted = f"has sha256 {sha256(path)}", f"has sha256 {shard.sha256}"
+    return "" if found == wanted else f"{path} {found}, but as written it {wanted}: delete it and run the capture again (only its rows are captured)"
+
+
+def refuse_damage(directory: Path, manifest: Manifest, rehash: bool = False) -> None:
+    """Raise ValueError naming every shard that is damaged."""
+    bad = [problem for shard in manifest.shards if (problem := damage(directory, shard, rehash))]
+    if bad:
+        raise ValueError(f"{len(bad)} of {len(manifest.shards)} shards are damaged: " + "; ".join(bad))

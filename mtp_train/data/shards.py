@@ -25,9 +25,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from mtp_train.data.manifest import MANIFEST, STATE_DTYPES, Header, Manifest, ShardInfo, load_parts, part_name
+from mtp_train.data.manifest import MANIFEST, STATE_DTYPES, Header, Manifest, ShardInfo, damage, load_parts, part_name, refuse_damage
 from mtp_train.interfaces import Sample, Tap
-from mtp_train.provenance import Claim, atomic_write, save_safetensors, sha256, unclaimed
+from mtp_train.provenance import Claim, atomic_write, save_safetensors, unclaimed
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +51,6 @@ def write_shard(path: Path, samples: Sequence[Sample], header: Header, check: Ca
         ("names", torch.uint8, (len(names),), [names]),
     ]
     return ShardInfo(path.name, len(samples), num_tokens, int(supervised.sum()), *save_safetensors(path, columns, check))
-
-
-def damage(directory: Path, shard: ShardInfo, rehash: bool = False) -> str:
-    """What is wrong with a shard file, or "": missing, of another size or (with `rehash`, reading all of it) content than was written."""
-    path = directory / shard.file
-    found, wanted = f"has {path.stat().st_size} bytes" if path.exists() else "is missing", f"has {shard.bytes} bytes"
-    if rehash and found == wanted:
-        found, wanted = f"has sha256 {sha256(path)}", f"has sha256 {shard.sha256}"
-    return "" if found == wanted else f"{path} {found}, but as written it {wanted}: delete it and run the capture again (only its rows are captured)"
 
 
 def read_names(path: Path) -> list[list[str]]:
@@ -213,13 +204,6 @@ def stored_twice(directory: Path, manifest: Manifest) -> list[str]:
     doubtful = set(hashes[counts > 1].tolist())
     suspects = Counter(id for ids in all_ids() for id in ids if hash(id) in doubtful) if doubtful else {}
     return [id for id, count in suspects.items() if count > 1]
-
-
-def refuse_damage(directory: Path, manifest: Manifest, rehash: bool = False) -> None:
-    """Raise ValueError naming every shard that is damaged."""
-    bad = [problem for shard in manifest.shards if (problem := damage(directory, shard, rehash))]
-    if bad:
-        raise ValueError(f"{len(bad)} of {len(manifest.shards)} shards are damaged: " + "; ".join(bad))
 
 
 def read_manifest(data_dir: str | Path) -> Manifest:
