@@ -207,7 +207,7 @@ class Config:
     run_dir: str
     """where everything of this run is written: data/ shards/ checkpoints/ export/ eval/ metrics.jsonl"""
     plan: bool
-    """mtp-precompute, mtp-train and mtp-pipeline: print parameters, FLOP, memory, bytes, hours and the tokens that fit the node's time, and stop"""
+    """mtp-precompute, mtp-train, mtp-pipeline and mtp-submit: print parameters, FLOP, memory, bytes, hours and the tokens that fit the node's time, and stop"""
     stages: list[str]
     """what mtp-pipeline runs, of precompute, train, export, eval"""
     target: TargetConfig

@@ -14,7 +14,7 @@ class ClusterConfig:
     account: Optional[str]  # noqa: UP045 (omegaconf reads Optional)
     """charged for the jobs; null here and below: the line is left out, and the cluster's own default holds"""
     partition: Optional[str]  # noqa: UP045
-    """queue"""
+    """the queue that jobs wait in"""
     qos: Optional[str]  # noqa: UP045
     """quality of service"""
     constraint: Optional[str]  # noqa: UP045
@@ -48,7 +48,7 @@ class ClusterConfig:
     env: dict[str, str]
     """environment of every job"""
     scratch: Optional[str]  # noqa: UP045
-    """folder on the disk of the node that training copies its shards to (such as $TMPDIR); null: it reads them where they are"""
+    """folder on the disk of the node that training copies its shards to, such as $TMPDIR; null: it reads them where they are"""
     signal_lead_s: int
     """seconds before the limit at which a job is told to save: one optimiser step, validation and a checkpoint must fit"""
     max_requeues: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -44,8 +45,7 @@ def command(arguments: Sequence[str], cwd: Path | None = None) -> str:
 
 def squeue() -> list[Job]:
     """The user's jobs that SLURM still knows, ended ones included: no accounting is needed."""
-    user = command(["id", "-un"]).strip()
-    out = command(["squeue", "--noheader", "--array", "--states=all", f"--user={user}", "--format=%F|%T|%r|%M|%N"])
+    out = command(["squeue", "--noheader", "--array", "--states=all", f"--user={getpass.getuser()}", "--format=%F|%T|%r|%M|%N"])
     return [Job(*(line.split("|") + [""] * 5)[:5]) for line in out.splitlines() if line.strip()]
 
 

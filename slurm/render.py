@@ -50,8 +50,7 @@ def fill(text: str, values: dict[str, str]) -> str:
 def header(stage: Stage, config: Config, hours: dict[str, float] | str) -> list[str]:
     """The #SBATCH lines; what the cluster's configuration leaves empty is left out."""
     cluster, name, is_array = config.cluster, stage.name, stage.name in ARRAYS
-    trains = name in ("train", "sweep")
-    gpus = cluster.gpus_per_node and (cluster.gpus_per_node if trains else config.engine.tensor_parallel_size if name in WITH_TARGET else 0)
+    trains, gpus = name in ("train", "sweep"), num_gpus(name, config)
     cpus = cluster.cpus_per_process * (processes(config) if trains else max(1, gpus))
     limit = cluster.max_parallel
     lines = {
@@ -73,6 +72,14 @@ def header(stage: Stage, config: Config, hours: dict[str, float] | str) -> list[
     }
     flags = [*(f"--{key}={value}" for key, value in lines.items() if value is not None), "--requeue", *cluster.flags, *cluster.stage_flags.get(name, [])]
     return [*(f"#SBATCH {flag}" for flag in flags), f"# Planner: {expected(name, config, hours)}"]
+
+
+def num_gpus(stage: str, config: Config) -> int:
+    """GPUs of a node that a job of a stage takes."""
+    if stage in ("train", "sweep"):
+        return config.cluster.gpus_per_node
+    runs_target = stage in WITH_TARGET and (stage != "regenerate" or config.precompute.regenerate.enabled)
+    return config.engine.tensor_parallel_size if config.cluster.gpus_per_node and runs_target else 0
 
 
 def expected(stage: str, config: Config, hours: dict[str, float] | str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,8 @@ def table(run_dir: Path, now: float) -> str:
         lines += ["", f"the queue could not be asked, so states are those of the files: {trouble}"]
     for path in sorted((run_dir / "slurm" / "failed").glob("*")):
         lines += ["", f"failed: {path.name}", *(f"  {line}" for line in path.read_text().splitlines())]
+    if (run_dir / "wandb").exists():
+        lines += ["", f"wandb, when training has ended: wandb sync --append {shlex.quote(str(run_dir / 'wandb'))}/offline-run-*"]
     return "\n".join([*lines, "", f"submission {run_dir / 'slurm' / known.submission}", ""])
 
 

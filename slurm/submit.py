@@ -25,7 +25,7 @@ import hydra
 
 from mtp_train import cli
 from mtp_train import config as cfg
-from mtp_train.planner import run_hours
+from mtp_train.planner import report, run_hours
 from mtp_train.provenance import Claim
 from slurm import queue, record, status
 from slurm.chain import ARRAYS, Point, Stage, chain, finished, processes
@@ -158,6 +158,9 @@ def stale(request: Request, todo: list[Todo], known: dict[str, record.Entry]) ->
 
 def submit(request: Request) -> None:
     """Submit what is missing of a chain, or print it."""
+    if request.config.plan:
+        sys.stdout.write(report(request.config))
+        return
     run_dir, dry = request.run_dir, request.config.submit.dry_run
     if dry:
         known = record.read(run_dir)

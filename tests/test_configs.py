@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
 import pytest
 
 from mtp_train.cli import describe, field_help, help_text
-from mtp_train.config import CONF_DIR, Config, HeadConfig, compose
+from mtp_train.config import CONF_DIR, Config, HeadConfig, compose, read
+from mtp_train.provenance import write_provenance
 
 EXPERIMENTS = [path.stem for path in sorted((CONF_DIR / "experiment").glob("*.yaml"))]
 
@@ -16,10 +19,21 @@ def test_every_experiment_loads(name):
     assert config.train.num_steps > 0
 
 
-@pytest.mark.parametrize("group", ["target", "engine", "data", "head", "distributed"])
+@pytest.mark.parametrize("group", ["target", "engine", "data", "head", "distributed", "node", "cluster"])
 def test_every_group_option_loads(group):
     for path in sorted((CONF_DIR / group).glob("*.yaml")):
         assert isinstance(compose("target.path=somewhere", f"{group}={path.stem}", "target.path=somewhere"), Config)
+
+
+def test_a_saved_configuration_is_read_back_with_single_fields_changed(tmp_path):
+    odd = "a b, c=1 #2: 试 'x' \"y\""
+    config = compose("experiment=tiny", "target.path=somewhere")
+    write_provenance(tmp_path, asdict(replace(config, run_dir=odd)))
+    again = read(tmp_path / "config.yaml", ["precompute.part=0", "precompute.steps=[rows]", "train.num_steps=7"])
+    assert (again.run_dir, again.precompute.part, again.precompute.steps, again.train.num_steps) == (odd, 0, ["rows"], 7)
+    assert again.eval == config.eval
+    with pytest.raises(ValueError, match="no_such"):
+        read(tmp_path / "config.yaml", ["train.no_such=1"])
 
 
 def test_every_field_says_what_it_means():

@@ -18,7 +18,7 @@ from mtp_train.heads.base import chained, supervised, unroll
 from mtp_train.heads.table import build_head
 from mtp_train.interfaces import Batch
 from mtp_train.loss import draft_loss
-from mtp_train.planner import Meter, Sizes, measure, peak_flops, plan, read_target, report, stage_seconds, train_flop
+from mtp_train.planner import Meter, Sizes, measure, peak_flops, plan, read_target, report, run_hours, stage_seconds, train_flop
 from mtp_train.target.ends import FrozenEnds
 from mtp_train.train import stage as train
 from precompute.run import stage as precompute
@@ -294,6 +294,16 @@ def test_facts_without_a_family_and_shares_above_one_are_refused():
         compose("target.path=x", "+target.arch.hidden_size=8")
     with pytest.raises(ValueError, match=r"node.train_efficiency=40.0 is not a share"):
         compose("target.path=x", "node.train_efficiency=40")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_hours_of_a_run_are_the_tables_by_stage(recipe):
+    config = composed(f"experiment={recipe}")
+    table = plan(config)[f"time on {config.node.name}"]
+    hours = run_hours(config)
+    assert sum(hours.values()) == pytest.approx(table["this run"].value)
+    for stage, value in hours.items():  # the same shares as of the budget
+        assert value / sum(hours.values()) == pytest.approx(table[stage].value / table["all"].value)
 
 
 def test_golden_tables_of_the_docs():

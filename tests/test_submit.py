@@ -34,7 +34,7 @@ def slurm(tmp_path, monkeypatch):
     fakes.mkdir()
     work.mkdir()
     for name in ("sbatch", "squeue", "scancel", "scontrol", "srun"):
-        (fakes / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" "{ROOT}/tests/fake_slurm.py" {name} "$@"\n')
+        (fakes / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{ROOT}/tests/fake_slurm.py" {name} "$@"\n')
         (fakes / name).chmod(0o755)
     monkeypatch.setenv("FAKE_SLURM", str(fakes))
     monkeypatch.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
@@ -81,7 +81,7 @@ def settle(fakes, *stages, output=True):
     outputs = ("data/train.corpus.json", "shards/train/manifest.json", "checkpoints/x", "export/x")
     for path in (run_dir() / name for name in (outputs if output else ())):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        path.write_text("{}")
     (run_dir() / "slurm" / "done").mkdir(exist_ok=True)
     for name, entry in found.stages.items():
         for label, mark in entry.tasks.items() if not stages or name in stages else ():
@@ -427,14 +427,10 @@ def test_the_time_left_follows_the_last_lines(tmp_path):
     assert status.training(tmp_path, 1850, 130.0) == "step 50 of 1850, loss 1.000, 10 tok/s, 1 h 00 min left, last heard of 30 s ago"
 
 
-def test_status_works_where_there_is_no_queue(slurm, monkeypatch):
+def test_status_works_where_there_is_no_queue(slurm, monkeypatch, tmp_path):
     run()
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    for name in ("squeue", "scontrol"):
-        (slurm / name).unlink()
-    text = status.table(run_dir(), 0.0)
-    assert "corpus" in text
-    assert "ended without finishing" in text or "could not be asked" in text
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "could not be asked" in status.table(run_dir(), 0.0)
 
 
 def test_resume_submits_what_is_missing_as_it_was_submitted(slurm, tmp_path, monkeypatch):
