@@ -16,13 +16,17 @@ stop() { # pid: asks, then insists
   kill -9 "$1" 2>/dev/null || true
 }
 
+stop_daemon() { # pid file; the pid may have gone to another program
+  [[ -s $1 ]] && grep -qsF "$dir/" "/proc/$(<"$1")/cmdline" && stop "$(<"$1")"
+}
+
 timeout 10 scancel --quiet --user="$(id -un)" 2>/dev/null || true
 for ((i = 0; i < 50; i++)); do
   [[ $(timeout 10 squeue -h 2>/dev/null) ]] || break
   sleep 0.2
 done
 for file in "$dir"/run/slurmd-*.pid "$dir"/run/slurmctld.pid; do
-  [[ -s $file ]] && stop "$(<"$file")"
+  stop_daemon "$file"
 done
 # What is left of jobs: their own processes, and their slurmstepd.
 grep -lzxF "SLURM_CONF=$SLURM_CONF" /proc/[0-9]*/environ 2>/dev/null | while read -r environment; do
@@ -31,7 +35,7 @@ grep -lzxF "SLURM_CONF=$SLURM_CONF" /proc/[0-9]*/environ 2>/dev/null | while rea
     stop "${process#/proc/}"
   fi 2>/dev/null # it may be gone by now
 done
-[[ -s $dir/run/munged.pid ]] && stop "$(<"$dir/run/munged.pid")"
+stop_daemon "$dir/run/munged.pid"
 (
   flock 9
   kept=$(grep -vxF "127.0.0.1 n1 n2 # $dir" /etc/hosts)

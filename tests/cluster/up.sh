@@ -92,7 +92,9 @@ CONF
   echo "export SLURM_CONF=$SLURM_CONF" >"$dir/env.sh"
 }
 
-alive() { [[ -s $dir/run/$1.pid ]] && kill -0 "$(<"$dir/run/$1.pid")" 2>/dev/null; }
+alive() { # the pid may have gone to another program
+  [[ -s $dir/run/$1.pid ]] && grep -qsF "$dir/" "/proc/$(<"$dir/run/$1.pid")/cmdline"
+}
 
 [[ -e $dir/env.sh ]] || configure
 hosts="127.0.0.1 n1 n2 # $dir"
