@@ -27,13 +27,21 @@ rm -f -- "$run_dir/slurm/failed/$name"
 env | grep -viE '^[a-z0-9_]*(token|key|secret|passw|credential)[a-z0-9_]*=' | sort >"$submission/logs/$stage-$job.env"
 echo "== $(date -u +%FT%TZ) $stage, task $task: job $job on ${SLURM_JOB_NODELIST:-?}, started $((restarts + 1)) times"
 
+leave_if_replaced() { # SLURM has lost this node and starts the job anew: what goes on here marks nothing and queues nothing (srun gives 0 for a lost step)
+  local state
+  state=$(scontrol --oneliner show job "$job" | grep -oE ' (JobState|Restarts)=[^ ]*' | tr -d '\n')
+  [ -z "$state" ] || [ "$state" = " JobState=RUNNING Restarts=$restarts" ] || { echo "== replaced (now$state), and ends" >&2; exit 1; }
+}
+
 fail() { # what failed and where to look; the jobs that depend on this one are cancelled
+  leave_if_replaced
   printf '%s\njob %s on %s\nlog %s\n' "$1" "$job" "${SLURM_JOB_NODELIST:-?}" "$log" >"$run_dir/slurm/failed/$name"
   echo "error: $stage, task $task: $1" >&2
   exit 1
 }
 
 requeue() { # the same job, in the same directory
+  leave_if_replaced
   [ "$restarts" -lt @{max_requeues} ] || fail "stopped by $1 after @{max_requeues} restarts (cluster.max_requeues): give it more time (cluster.time.$stage)"
   echo "== $(date -u +%FT%TZ) stopped by $1: queued again"
   trap '' TERM
@@ -73,6 +81,7 @@ run() { # a command until it is done: stopped ones are queued again, failed ones
 
 finish() { # leaves the mark by which a later submission knows that this is done; it appears whole
   local mark=$run_dir/slurm/done/$name
+  leave_if_replaced
   printf '%s\n' "$fingerprint" >"$mark.$job~" || fail "cannot write $mark"
   mv -f -- "$mark.$job~" "$mark" || fail "cannot write $mark"
   echo "== $(date -u +%FT%TZ) $stage, task $task: done"

@@ -1,7 +1,7 @@
 """Stands for sbatch, squeue, scancel, scontrol and srun: `python fake_slurm.py NAME ARGUMENT...` records what it got and answers simply.
 
 The folder FAKE_SLURM holds calls.jsonl ({name, args, cwd, text of the sbatch file}), queue (squeue's lines) and, where a test puts them there:
-fail_at (the number of the sbatch call that is refused), codes (exit codes of the coming srun calls; "wait" waits for USR1, then exits with 75).
+job (the answer of scontrol show job), fail_at (the number of the sbatch call that is refused), codes (exit codes of the coming srun calls; "wait" waits for USR1, then exits with 75).
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def main():
         sys.stdout.write((FOLDER / "queue").read_text())
     if name == "scontrol" and args[:2] == ["show", "hostnames"]:
         print("n1\nn2")
+    if name == "scontrol" and "job" in args and (FOLDER / "job").exists():
+        sys.stdout.write((FOLDER / "job").read_text())
     if name in ("sbatch", "srun"):
         {"sbatch": sbatch, "srun": srun}[name](args)
 

@@ -78,17 +78,15 @@ class Cluster:
         """{pid: command line} of a job on this machine: of its batch scripts, steps and their children."""
         return {pid: command for pid, command, environment in self._all() if f"SLURM_JOB_ID={job}" in environment}
 
-    def kill_daemon(self, node):
-        """slurmd alone: what runs there goes on, and the controller hears nothing of it any more."""
+    def lose(self, node, job, number):
+        """slurmd is killed, and a signal sent to everything of the job there: SIGKILL as when the power fails, SIGSTOP as when the node is cut off."""
         os.kill(int((self.folder / "run" / f"slurmd-{node}.pid").read_text()), signal.SIGKILL)
-
-    def kill_node(self, node, job):
-        """As when the power fails: slurmd, its slurmstepds, and everything of the job (which has no other node)."""
-        self.kill_daemon(node)
         stepds = [pid for pid, command, _ in self._all() if command.startswith(f"slurmstepd: [{job}.")]
-        for pid in [*stepds, *self.processes(job)]:
+        lost = {**dict.fromkeys(stepds, "slurmstepd"), **self.processes(job)}
+        for pid in lost:
             with suppress(ProcessLookupError):  # srun ends when its slurmstepd does
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
+        return lost
 
     def _all(self):
         """(pid, command line, environment) of every process of this cluster, daemons included."""

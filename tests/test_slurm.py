@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -185,7 +186,10 @@ def rows(settings, tmp_path_factory):
 @pytest.fixture
 def capture(cluster, rows, tmp_path):
     """A capture that has been submitted, and has written some shards."""
-    run = Run(cluster, tmp_path / "run", *rows[1])
+    errors = tmp_path / "errors.sh"  # where a process can write them although its slurmstepd is gone
+    errors.write_text(f'#!/bin/sh\nexec "$@" 2>>"{tmp_path}/run/stderr.${{SLURM_RESTART_COUNT:-0}}"\n')
+    errors.chmod(0o755)
+    run = Run(cluster, tmp_path / "run", *rows[1], f'cluster.prefix="{errors}"')
     run.folder.mkdir()
     os.symlink(rows[0], run.folder / "data")
     run.jobs = run.submit("stages=capture")
@@ -226,7 +230,7 @@ def test_cancelled_and_resumed_and_its_node_lost(cluster, capture):
     cluster.until(lambda: samples(capture) > kept + 20, again.values())
     name, id = task(capture)
     node = cluster.facts(name)["NodeList"]
-    cluster.kill_node(node, id)
+    cluster.lose(node, id, signal.SIGKILL)
     capture.succeed(again)
     assert cluster.facts(name)["Restarts"] == "1"
     assert cluster.facts(name)["NodeList"] != node
@@ -234,17 +238,21 @@ def test_cancelled_and_resumed_and_its_node_lost(cluster, capture):
 
 
 def test_an_orphan_stops_when_its_replacement_has_begun(cluster, capture):
-    """slurmd alone is lost, and what it had started hangs until the job has been started elsewhere; then it goes on."""
+    """A node is cut off, and comes back when the job has been started elsewhere: its process writes nothing more, its batch script marks nothing."""
     name, id = task(capture)
-    node = cluster.facts(name)["NodeList"]
-    (orphan,) = [pid for pid, command in cluster.processes(id).items() if "precompute.run" in command and "srun" not in command]
-    os.kill(orphan, signal.SIGSTOP)
-    cluster.kill_daemon(node)
-    cluster.until(lambda: cluster.facts(name)["Restarts"] == "1" and "taken over" in capture.log(name), [name])
+    lost = cluster.lose(cluster.facts(name)["NodeList"], id, signal.SIGSTOP)
+    (orphan,) = [pid for pid, command in lost.items() if "precompute.run" in command and "srun" not in command]
+    first, second = (capture.folder / f"stderr.{attempt}" for attempt in ("0", "1"))
+    cluster.until(lambda: second.exists() and f"taken over from 'slurm mtp-test {id} 0', which still runs" in second.read_text(), [name])
     os.kill(orphan, signal.SIGCONT)
+    cluster.until(lambda: f"'slurm mtp-test {id} 1' has taken over from 'slurm mtp-test {id} 0'" in first.read_text(), [name])
+    for pid in lost:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    cluster.until(lambda: not lost.keys() & cluster.processes(id).keys(), [name])
+    assert "== replaced (now JobState=" in capture.log(name)
+    assert not list((capture.folder / "slurm" / "failed").iterdir())
     capture.succeed(capture.jobs)
-    cluster.until(lambda: not Path(f"/proc/{orphan}").exists(), [name])
-    assert f"has taken over from 'slurm mtp-test {id} 0'" in capture.log(name)
     assert_whole(capture)
 
 

@@ -311,6 +311,22 @@ def test_term_ends_the_job_without_queueing_it_again(slurm):
     assert not list((run_dir() / "slurm" / "failed").iterdir())
 
 
+@pytest.mark.parametrize("now", ["RUNNING Restarts=1", "PENDING Restarts=1", "NODE_FAIL Restarts=0", "RUNNING Restarts=0"])
+@pytest.mark.parametrize("step", ["0", "3", "75"])
+def test_a_job_that_was_replaced_marks_nothing_and_queues_nothing(slurm, step, now):
+    """Its node was lost, and is alive: srun ends with anything, 0 included."""
+    run("cluster.retries=0")
+    (slurm / "codes").write_text(step)
+    (slurm / "job").write_text(f"JobId=4242 JobName=mtp JobState={now.replace(' ', ' Reason=None Requeue=1 ')} BatchFlag=1\n")
+    job = Job(slurm, "train")
+    code, output = job.end()
+    marks = [path for kind in ("done", "failed") for path in (run_dir() / "slurm" / kind).iterdir()]
+    if now == "RUNNING Restarts=0":
+        assert (code, len(marks), len(job.requeued())) == {"0": (0, 1, 0), "3": (1, 1, 0), "75": (75, 0, 1)}[step], output
+    else:
+        assert (code, marks, job.requeued()) == (1, [], []), output
+
+
 def test_the_cap_of_restarts_ends_the_chain_and_says_what_to_change(slurm):
     run()
     (slurm / "codes").write_text("75")
@@ -487,7 +503,7 @@ RECIPES = ("llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b", "deepseek-v2-lite")
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_golden_sbatch_files_of_the_recipes(recipe, monkeypatch, tmp_path):
-    """`make golden` writes them anew; `sbatch --test-only` of a real SLURM is asked in tests/test_cluster.py."""
+    """`make golden` writes them anew; `sbatch --test-only` of a real SLURM is asked in tests/test_slurm.py."""
     files = {name: f"{name}.jsonl" for name in ("train", "validation")}
     monkeypatch.chdir(tmp_path)
     config = submit.compose([
