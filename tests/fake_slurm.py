@@ -1,7 +1,8 @@
 """Stands for sbatch, squeue, scancel, scontrol and srun: `python fake_slurm.py NAME ARGUMENT...` records what it got and answers simply.
 
 The folder FAKE_SLURM holds calls.jsonl ({name, args, cwd, text of the sbatch file}), queue (squeue's lines) and, where a test puts them there:
-job (the answer of scontrol show job), fail_at (the number of the sbatch call that is refused), codes (exit codes of the coming srun calls; "wait" waits for USR1, then exits with 75).
+fail_at (the number of the sbatch call that is refused), codes (exit codes of the coming srun calls; "wait" waits for USR1, then exits with 75), job
+(the answer of scontrol show job).
 """
 
 from __future__ import annotations
