@@ -29,6 +29,7 @@ from mtp_train.dist import dtype_name, pick_device, pick_dtype
 from mtp_train.export import write_engine
 from mtp_train.measure import prompts_path
 from mtp_train.provenance import atomic_write
+from mtp_train.serving import format_that_keeps
 from mtp_train.spec_decode.stats import summarise
 from mtp_train.target.ends import local_dir
 
@@ -44,8 +45,7 @@ def measure(config: cfg.Config, checkpoint: Path, prompts: list[Prompt], stops: 
     with tempfile.TemporaryDirectory(prefix="mtp-head-") as folder:
         loaded = load_head(checkpoint)
         if config.engine.name == "vllm":
-            target_config = json.loads((checkpoint / "target_config.json").read_text())
-            write_engine(Path(folder), loaded, target_config, "vllm" if loaded.draft_vocab is None else "vllm_plugin")
+            write_engine(Path(folder), loaded, format_that_keeps(loaded.info.config, loaded.layer_config, loaded.draft_vocab is not None))
         config = replace(config, eval=replace(options, head=str(checkpoint), vllm_head=folder, runs=[run]))
         engine = ENGINES[config.engine.name](config, loaded, stops, max(len(one.token_ids) for one in prompts))
         engine.load(dtype_name(pick_dtype(options.dtype, pick_device(config.target.device))))

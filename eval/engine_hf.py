@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class EmbeddedEngine:
             return
         self.dtype = dtype
         self.target = Target.load(local_dir(self.config.target.path), dtype, 1, 1, self.loaded.info.taps, self.device)
-        self.loaded = LoadedHead(self.loaded.head.to(self.device, getattr(torch, dtype)), self.loaded.info, self.loaded.draft_vocab)
+        self.loaded = replace(self.loaded, head=self.loaded.head.to(self.device, getattr(torch, dtype)))
 
     def draft_vocab(self, run: cfg.EvalRunConfig) -> Tensor | None:
         """The ids (D,) that a run drafts from; None: all."""

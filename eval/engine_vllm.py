@@ -24,7 +24,9 @@ from eval.engine import Decoded, DraftVocab, check_counters
 from eval.prompts import Prompt
 from mtp_train import config as cfg
 from mtp_train.checkpoint import LoadedHead
-from mtp_train.export import read_engine, write_engine
+from mtp_train.engines.row import EngineClass
+from mtp_train.export import write_engine
+from mtp_train.published import read_engine
 from mtp_train.serving import class_of
 from mtp_train.spec_decode.engine import Completion, Kind, Request
 from mtp_train.spec_decode.stats import AcceptanceStats
@@ -34,7 +36,14 @@ from mtp_vllm.plugin import PLAIN_LINEAR
 
 log = logging.getLogger(__name__)
 
+UNWATCHED = ("draft_vocab", "t2d", "embed_tokens.weight")
+"""Tensors of a head's directory that change no logits when they are loaded alone."""
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+
+
+def row_of(folder: str | Path) -> EngineClass:
+    """The engine class of a head's directory."""
+    return class_of(json.loads((Path(folder) / "config.json").read_text()))
 
 
 class VllmEngine:
@@ -60,7 +69,7 @@ class VllmEngine:
 
     def head_dir(self, run: cfg.EvalRunConfig) -> str:
         """The exported directory; for another draft vocabulary, one for our plugin that is written for this evaluation alone."""
-        if run.draft_vocab_size is None:
+        if run.draft_vocab_size is None or self.loaded.head.lm_head is not None:
             folder = Path(self.config.eval.vllm_head)
             if not (folder / "config.json").exists():
                 raise FileNotFoundError(f"{folder} is no head that vLLM can load: run mtp-export with export.formats=[vllm,hf], or set eval.vllm_head")
@@ -68,15 +77,12 @@ class VllmEngine:
         folder = Path(self.folder.name) / str(run.draft_vocab_size)
         if not folder.exists():
             folder.mkdir()
-            write_engine(folder, LoadedHead(self.loaded.head, self.loaded.info, self.draft_vocab(run)), self.target_config(), "vllm_plugin")
+            write_engine(folder, replace(self.loaded, draft_vocab=self.draft_vocab(run)), "vllm_plugin")
         return str(folder)
-
-    def target_config(self) -> dict[str, Any]:
-        return json.loads((Path(self.config.eval.head) / "target_config.json").read_text())
 
     def draft_vocab(self, run: cfg.EvalRunConfig) -> Tensor | None:
         """The head's own where the exported class keeps it; of another size, as the embedded engine chooses it."""
-        if run.draft_vocab_size is None and not class_of(json.loads((Path(self.head_dir(run)) / "config.json").read_text())).keeps_draft_vocab:
+        if run.draft_vocab_size is None and not row_of(self.head_dir(run)).keeps_draft_vocab:
             return None
         return self.vocab(run.draft_vocab_size)
 
@@ -89,7 +95,7 @@ class VllmEngine:
             if run:
                 more["per_request_spec_decode_metrics"] = "detailed"
                 more["speculative_config"] = {
-                    "method": "eagle",
+                    "method": row_of(self.head_dir(run)).method,
                     "model": self.head_dir(run),
                     "num_speculative_tokens": run.num_draft_tokens,
                     "draft_sample_method": run.draft_sampling,
@@ -148,11 +154,11 @@ class VllmEngine:
     def check_tensors(self, prompt: Prompt) -> dict[str, Any]:
         """+1 on each tensor of the exported head, loaded by the engine's own loader, must change the draft's logits."""
         folder, name = self.config.eval.vllm_head, "every tensor of the head is loaded and used"
-        read_engine(Path(folder), self.loaded.info, self.target_config())  # exact keys and shapes, or an error by name
+        read_engine(Path(folder), self.loaded.info, self.loaded.layer_config, self.config.target.path)  # exact keys and shapes, or an error by name
         self.close()
         os.environ[PLAIN_LINEAR] = "1"
         more = {"worker_extension_cls": "mtp_vllm.audit.HeadAudit"}
-        draft = {"method": "eagle", "model": str(folder), "num_speculative_tokens": 1}
+        draft = {"method": row_of(folder).method, "model": str(folder), "num_speculative_tokens": 1}
         self.llm = launch.make_llm(self.target_dir, self.dtype, self.config.engine, self.max_length, 1, eager=True, speculative_config=draft, **more)
         del os.environ[PLAIN_LINEAR]
         self.llm.collective_rpc("mtp_watch")
@@ -162,10 +168,10 @@ class VllmEngine:
             return list(self.llm.collective_rpc("mtp_logits")[0])
 
         with safe_open(Path(folder) / "model.safetensors", "pt") as file:
-            keys = [key for key in file.keys() if key != "draft_vocab"]  # noqa: SIM118
+            keys = [key for key in file.keys() if key not in UNWATCHED]  # noqa: SIM118
         before, dead = logits("before"), []
         for key in tqdm(keys, desc="self-check, tensors of the head (vllm)", unit="tensor", mininterval=5):
-            self.llm.collective_rpc("mtp_load", args=(str(folder), key, 1.0))
+            self.llm.collective_rpc("mtp_load", args=(str(folder), key, -1.0 if key == "d2t" else 1.0))  # another id, but one that exists
             dead += [key] if logits(key) == before else []
             self.llm.collective_rpc("mtp_load", args=(str(folder), key, 0.0))
         self.close()

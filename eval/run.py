@@ -32,12 +32,12 @@ from eval.report import terminal_table, write_report
 from eval.summary import evenly, loops, name_of, pieces, training_curve, with_speedup
 from mtp_train import cli
 from mtp_train import config as cfg
-from mtp_train.checkpoint import load_head
 from mtp_train.data.chat import open_tokenizer
 from mtp_train.data.manifest import Manifest
 from mtp_train.dist import dtype_name, pick_device, pick_dtype
 from mtp_train.metrics import read_metrics
 from mtp_train.provenance import atomic_write, provenance, write_provenance
+from mtp_train.published import open_head
 from mtp_train.spec_decode.stats import AcceptanceStats, summarise
 from mtp_train.target.ends import local_dir
 from mtp_train.target.identity import target_info
@@ -59,7 +59,7 @@ class Evaluation:
             raise ValueError("eval.runs is empty: nothing to measure")
         self.device = pick_device(config.target.device)
         self.tokenizer, stops = open_tokenizer(local_dir(config.target.path))
-        self.loaded = load_head(config.eval.head)
+        self.loaded = open_head(config.eval.head, config.target.path)
         self.info = target_info(config.target.path)
         self.loaded.info.target.check(self.info, f"the head {config.eval.head}")
         self.prompts = read_prompts(config.eval.prompts, self.tokenizer, config.eval.num_prompts, config.data.template_kwargs)
@@ -229,7 +229,7 @@ def reproduce(config: cfg.Config) -> dict[str, Any]:
 def mark_of(config: cfg.Config) -> dict[str, Any]:
     """What a report is a report of, as JSON has it."""
     options = {key: value for key, value in asdict(config.eval).items() if key not in ("steps", "part")}
-    mark = options | asdict(config.engine) | {"head_step": load_head(config.eval.head).info.step, "target": config.target.path}
+    mark = options | asdict(config.engine) | {"head_step": open_head(config.eval.head, config.target.path).info.step, "target": config.target.path}
     return json.loads(json.dumps(mark))
 
 

@@ -3,7 +3,7 @@
     checkpoints/step_00000200/
         head.safetensors       the trained tensors (and draft_vocab, where there is one); nothing that is the target's
         head.json              head config, target identity, taps, convention: all that is needed to use the head
-        target_config.json     the target's own config.json: the block is built from it
+        target_config.json     what the block is built from: the target's own config.json, or that of the published head it came from
         optimizer.safetensors  moments, by parameter name; where weights are averaged, head.safetensors is the average, the weights are here
         state.json             step, position in the data, unfinished log line, figures of the last validation
         acceptance.json        measured by decoding (train.validate_with), added later
@@ -33,6 +33,7 @@ from mtp_train.interfaces import Tap, TargetInfo
 from mtp_train.provenance import atomic_dir, fingerprint, unclaimed
 
 ACCEPTANCE = "acceptance.json"
+HEAD = "head.safetensors"
 CONVENTION = "row t of step k embeds token t+k+1, reads the post-norm state h_t (step 0) or its own last feature, rope position t+k, predicts token t+k+2"
 """Where the head has taps it reads their states of row t in place of h_t; all else is the same."""
 
@@ -70,6 +71,7 @@ class LoadedHead:
     head: DraftHead
     info: HeadInfo
     draft_vocab: Tensor | None  # (D,) sorted ids
+    layer_config: dict[str, Any]  # what its block is built from: the target's config.json, or that of a published head
 
 
 def head_tensors(head: nn.Module, draft_vocab: Tensor | None) -> dict[str, Tensor]:
@@ -80,7 +82,7 @@ def head_tensors(head: nn.Module, draft_vocab: Tensor | None) -> dict[str, Tenso
 
 def write_head(folder: Path, tensors: dict[str, Tensor], info: HeadInfo, target_config: dict[str, Any]) -> None:
     """Write the three files that make a head usable."""
-    save_file(tensors, folder / "head.safetensors")
+    save_file(tensors, folder / HEAD)
     (folder / "head.json").write_text(json.dumps(info.to_json(), indent=2) + "\n")
     (folder / "target_config.json").write_text(json.dumps(target_config, indent=2) + "\n")
 
@@ -89,15 +91,17 @@ def load_head(folder: str | Path, dtype: torch.dtype = torch.float32) -> LoadedH
     """Read a head back, strictly: a missing, unknown or misshapen tensor is refused by name."""
     folder = Path(folder)
     if not (folder / "head.json").exists():
-        raise FileNotFoundError(f"{folder} holds no head.json: not a head of mtp-train (give a checkpoint or an export of format hf)")
+        raise FileNotFoundError(
+            f"{folder} holds no head.json: not a head of mtp-train (give a checkpoint or an export of format hf), and no config.json: not a published one"
+        )
     info = HeadInfo.from_json(json.loads((folder / "head.json").read_text()))
     config = json.loads((folder / "target_config.json").read_text())
     head = build_head(info.config, AutoConfig.for_model(**config))
-    tensors = load_file(folder / "head.safetensors")
+    tensors = load_file(folder / HEAD)
     draft_vocab = tensors.pop("draft_vocab", None)
     check_draft_vocab(draft_vocab, info, str(folder))
-    load_exactly(head, tensors, str(folder / "head.safetensors"))
-    return LoadedHead(head.to(dtype).eval().requires_grad_(False), info, draft_vocab)
+    load_exactly(head, tensors, str(folder / HEAD))
+    return LoadedHead(head.to(dtype).eval().requires_grad_(False), info, draft_vocab, config)
 
 
 def vocab_fingerprint(draft_vocab: Tensor | None) -> str | None:

@@ -45,7 +45,7 @@ def check(config: Any) -> None:
     for stage in config.stages:
         one_of("stages", stage, ("precompute", "train", "export", "eval"))
     for name in config.export.formats:
-        one_of("export.formats", name, ("vllm", "vllm_plugin", "sglang", "hf"))
+        one_of("export.formats", name, ("vllm", "vllm_plugin", "speculators", "sglang", "hf"))
     for run in config.eval.runs:
         one_of("eval.runs.draft_sampling", run.draft_sampling, ("greedy", "probabilistic"))
         positive(eval__runs__num_draft_tokens=run.num_draft_tokens)

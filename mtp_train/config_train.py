@@ -102,6 +102,8 @@ class TrainConfig:
     """forward passes of one optimiser step"""
     dtype: str
     """autocast: float32, bfloat16, or "fast" (as target.dtype)"""
+    init_from: Optional[str]  # noqa: UP045
+    """a directory whose weights are started from: a checkpoint, an export of format hf, or a published EAGLE or speculators head; null: head.init"""
     loss: LossConfig
     """what is minimised"""
     optim: OptimConfig

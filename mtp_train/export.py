@@ -3,10 +3,13 @@
     hf            <run_dir>/export/hf            head.json, target_config.json, head.safetensors: read back by mtp_train.checkpoint.load_head
     vllm          <run_dir>/export/vllm          for vLLM, as the stock class where one fits, else for our plugin (serving.py has the table)
     vllm_plugin   <run_dir>/export/vllm_plugin   for our plugin always: it keeps a reduced draft vocabulary
+    speculators   <run_dir>/export/speculators   EAGLE-3 in the format of the speculators library, which vLLM reads too
     sglang        <run_dir>/export/sglang        for SGLang, which does not run on CPU: written and checked by names and shapes, never loaded here
 
 Every key is audited before writing, and the file is read back and compared with the head: a loader that skips a tensor would silently
 serve a broken draft. `mtp-eval engine=vllm` goes on from there: it proves in the loaded engine that every tensor is used.
+
+`export.checkpoint` may be a published EAGLE-1, EAGLE-3 or speculators directory (published.py): it is then written in other formats.
 """
 
 from __future__ import annotations
@@ -16,18 +19,17 @@ import logging
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from safetensors.torch import save_file
 
 from mtp_train import cli
 from mtp_train import config as cfg
-from mtp_train.checkpoint import HeadInfo, LoadedHead, choose, head_tensors, load_exactly, load_head, write_head
-from mtp_train.heads.table import build_head
+from mtp_train.checkpoint import HEAD, HeadInfo, LoadedHead, choose, head_tensors, load_head, write_head
+from mtp_train.engines.row import EngineClass
 from mtp_train.provenance import atomic_dir, sha256, write_provenance
-from mtp_train.serving import EngineClass, choose_class, class_of
+from mtp_train.published import open_head, read_engine, weight_files
+from mtp_train.serving import choose_class
 
 log = logging.getLogger(__name__)
 
@@ -35,29 +37,18 @@ SOURCE = "source.sha256"
 """In every export: the hash of the weights that it was made from."""
 
 
-def read_engine(folder: Path, info: HeadInfo, target_config: dict[str, Any]) -> LoadedHead:
-    """The head of an engine's directory, strictly: the directory carries tensors and engine config, `info` says what they are."""
-    head = build_head(info.config, AutoConfig.for_model(**target_config))
-    shapes = {name: parameter.shape for name, parameter in head.named_parameters()}
-    kind = class_of(json.loads((folder / "config.json").read_text()))
-    tensors = kind.from_engine(load_file(folder / "model.safetensors"), shapes, target_config)
-    draft_vocab = tensors.pop("draft_vocab", None)
-    load_exactly(head, tensors, str(folder))
-    return LoadedHead(head.eval().requires_grad_(False), info, draft_vocab)
-
-
-def write_engine(folder: Path, loaded: LoadedHead, target_config: dict[str, Any], engine_format: str = "vllm") -> None:
+def write_engine(folder: Path, loaded: LoadedHead, engine_format: str = "vllm") -> None:
     """Weights and config.json of the class that the table gives, and a card with the command that serves them."""
-    kind, why = choose_class(loaded.info.config, target_config, loaded.draft_vocab is not None, engine_format)
+    kind, why = choose_class(loaded.info.config, loaded.layer_config, loaded.draft_vocab is not None, engine_format)
     log.info("%s: %s", engine_format, why)
     size = None if loaded.draft_vocab is None else len(loaded.draft_vocab)
-    save_file(kind.to_engine(head_tensors(loaded.head, loaded.draft_vocab), target_config), folder / "model.safetensors", metadata={"format": "pt"})
-    config = kind.config(loaded.info.config, target_config, size) | {"architectures": [kind.architecture], "torch_dtype": loaded.info.target.dtype}
+    save_file(kind.to_engine(head_tensors(loaded.head, loaded.draft_vocab), loaded.layer_config), folder / "model.safetensors", metadata={"format": "pt"})
+    config = kind.config(loaded.info, loaded.layer_config, size) | {"architectures": [kind.architecture], "torch_dtype": loaded.info.target.dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "README.md").write_text(model_card(loaded.info, kind, why))
 
 
-CARD = """# MTP draft head for {target}
+CARD = """# {kind} draft head for {target}
 
 Trained by mtp-train, step {step}, unrolled over {steps} drafted tokens. It drafts for exactly this target (weights {hash}...).
 Engine class: {why}.
@@ -66,17 +57,19 @@ Engine class: {why}.
 
 Output stays the target's own: every draft is verified.
 """
+TITLES = {"mtp": "MTP", "eagle1": "EAGLE-1", "eagle3": "EAGLE-3"}
 
 
 def model_card(info: HeadInfo, kind: EngineClass, why: str) -> str:
     """How an engine serves the directory, and what it is. `mtp-eval` adds what it measured."""
-    command = kind.command.format(target=info.target.name, steps=info.unroll_steps, drafted=info.unroll_steps + 1)
-    return CARD.format(target=info.target.name, step=info.step, steps=info.unroll_steps, hash=info.target.weights_hash[:12], why=why, command=command)
+    command = kind.command.format(target=info.target.name, steps=info.unroll_steps, drafted=info.unroll_steps + 1, method=kind.method)
+    fields = {"kind": TITLES[info.config.kind], "target": info.target.name, "step": info.step, "steps": info.unroll_steps}
+    return CARD.format(**fields, hash=info.target.weights_hash[:12], why=why, command=command)
 
 
-def check_written(folder: Path, name: str, loaded: LoadedHead, target_config: dict[str, Any]) -> None:
+def check_written(folder: Path, name: str, loaded: LoadedHead) -> None:
     """Read the directory back and compare every tensor."""
-    again = load_head(folder) if name == "hf" else read_engine(folder, loaded.info, target_config)
+    again = load_head(folder) if name == "hf" else read_engine(folder, loaded.info, loaded.layer_config)
     for key, tensor in head_tensors(loaded.head, None).items():
         assert torch.equal(head_tensors(again.head, None)[key], tensor), f"{folder}: {key} was not written as it is"
 
@@ -85,9 +78,8 @@ def export(config: cfg.Config) -> None:
     """Write the configured formats from a checkpoint; a format that is there already, made from the same head, is left alone."""
     run_dir = Path(config.run_dir)
     source = choose(run_dir / "checkpoints", config.export.checkpoint)
-    mark = sha256(source / "head.safetensors")
-    loaded = load_head(source)
-    target_config = json.loads((source / "target_config.json").read_text())
+    loaded = open_head(source, config.target.path)
+    mark = " ".join(sha256(path) for path in ([source / HEAD] if (source / HEAD).exists() else weight_files(source)))
     for name in config.export.formats:
         folder = run_dir / "export" / name
         stamp = folder / "provenance.json"
@@ -98,10 +90,10 @@ def export(config: cfg.Config) -> None:
             shutil.rmtree(folder)
         with atomic_dir(folder) as temporary:
             if name == "hf":
-                write_head(temporary, head_tensors(loaded.head, loaded.draft_vocab), loaded.info, target_config)
+                write_head(temporary, head_tensors(loaded.head, loaded.draft_vocab), loaded.info, loaded.layer_config)
             else:
-                write_engine(temporary, loaded, target_config, name)
-            check_written(temporary, name, loaded, target_config)
+                write_engine(temporary, loaded, name)
+            check_written(temporary, name, loaded)
             write_provenance(temporary, asdict(config))
             (temporary / SOURCE).write_text(mark)
         log.info("exported step %d as %s: %s", loaded.info.step, name, folder)

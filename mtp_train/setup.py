@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from mtp_train import config as cfg
 from mtp_train import dist
-from mtp_train.checkpoint import HeadInfo, checkpoints, load_exactly, read_state, vocab_fingerprint
+from mtp_train.checkpoint import HeadInfo, LoadedHead, checkpoints, head_tensors, load_exactly, read_state, vocab_fingerprint
 from mtp_train.data.dataset import PackedBatches
 from mtp_train.data.shards import ShardReader
 from mtp_train.heads.base import DraftHead, Start
@@ -26,6 +26,7 @@ from mtp_train.optim import make_optimizer, take_up
 from mtp_train.parallel import Objective, Replica, make_replica
 from mtp_train.planner import Meter, peak_flops
 from mtp_train.provenance import Claim, write_provenance
+from mtp_train.published import open_head
 from mtp_train.serving import choose_class
 from mtp_train.target.ends import FrozenEnds, read_layer
 from mtp_train.target.identity import target_info
@@ -72,12 +73,16 @@ def set_up(config: cfg.Config) -> Setup:
     if int(reader.supervised.sum()) == 0:
         raise ValueError(f"{reader.dir}: 0 supervised tokens in {len(reader)} samples; nothing can be trained (see data.turns and the chat template)")
     ends = FrozenEnds.from_pretrained(config.target.path, dtype=dtype).to(device)
-    target_config = AutoConfig.from_pretrained(config.target.path)
-    vocab = choose_draft_vocab(reader, config.head.draft_vocab_size, info.vocab_size)
+    source = warm_start(config) if options.init_from else None
+    target_config = AutoConfig.for_model(**source.layer_config) if source else AutoConfig.from_pretrained(config.target.path)
+    own = source is not None and source.head.lm_head is not None
+    vocab = source.draft_vocab if source and own else choose_draft_vocab(reader, config.head.draft_vocab_size, info.vocab_size)
     draft_vocab = None if vocab is None else vocab.to(device)
     lm_head = ends.head_weight if draft_vocab is None else ends.head_weight[draft_vocab]
     start = Start(ends.norm_weight.float(), lm_head, partial(read_layer, config.target.path))
     head = build_head(config.head, target_config, start).to(device)
+    if source:
+        load_exactly(head, head_tensors(source.head, None), str(options.init_from))
     place = (dist.rank(), dist.world_size())
     data = PackedBatches(reader, options.seq_len, options.rows_per_batch, options.seed, *place, options.window_shards)
     held_out, validation = Path(options.shards) / "validation", None
@@ -98,6 +103,16 @@ def set_up(config: cfg.Config) -> Setup:
         write_provenance(run_dir / "checkpoints", asdict(config))
     describe(setup, head, reader, config, dtype)
     return setup
+
+
+def warm_start(config: cfg.Config) -> LoadedHead:
+    """The head of `train.init_from`. Raises ValueError unless it is the configured one, saying what to configure."""
+    source = open_head(str(config.train.init_from), config.target.path, strict=False)
+    there, here = source.info.config, config.head
+    names = ("kind", "layout", "num_layers", "dense_mlp") + (("draft_vocab_size",) if source.head.lm_head is not None else ())
+    if different := [f"head.{name}: {getattr(there, name)} there, {getattr(here, name)} here" for name in names if getattr(there, name) != getattr(here, name)]:
+        raise ValueError(f"train.init_from={config.train.init_from} holds another head than is configured ({'; '.join(different)})")
+    return source
 
 
 def open_shards(folder: Path, target: TargetInfo, taps: tuple[Tap, ...]) -> ShardReader:

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from mtp_train.checkpoint import HeadInfo, LoadedHead, head_tensors
-from mtp_train.export import read_engine, write_engine
+from mtp_train.export import write_engine
+from mtp_train.heads.table import build_head, taps_of
 from mtp_train.interfaces import Tap
+from mtp_train.published import read_engine
 from mtp_train.serving import STOCK, choose_class
 from mtp_train.target.ends import FrozenEnds
 from mtp_train.target.identity import target_info
@@ -23,12 +25,12 @@ from tests.tiny import tiny_config, tiny_target
 def loaded(target_dir):
     model = tiny_target("llama")
     head = noisy_head(model, FrozenEnds.from_model(model), head_config())
-    return LoadedHead(head, HeadInfo(head_config(), target_info(target_dir), (Tap(4, "post"),), 3, 128, 10), None)
+    return LoadedHead(head, HeadInfo(head_config(), target_info(target_dir), (Tap(4, "post"),), 3, 128, 10), None, model.config.to_dict())
 
 
 def test_exported_names_and_shapes_are_those_of_the_engine_class(loaded, tmp_path):
     config = tiny_config("llama").to_dict()
-    write_engine(tmp_path, loaded, config)
+    write_engine(tmp_path, loaded)
     shapes = {name: tuple(tensor.shape) for name, tensor in STOCK.to_engine(head_tensors(loaded.head, None), config).items()}
     assert shapes == {
         "fc.weight": (64, 128), "enorm.weight": (64,), "hnorm.weight": (64,), "norm.weight": (64,), "layers.0.self_attn.qkv_proj.weight": (128, 64),
@@ -69,7 +71,7 @@ def family_head(family, **change):
 
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-def test_deepseek_heads_round_trip_with_their_real_fields(family, dense):
+def test_deepseek_heads_round_trip_with_their_real_fields(loaded, family, dense):
     head, config, target = family_head(family, dense_mlp=dense)
     kind, _ = choose_class(config, target, False)
     assert kind.name == "EagleDeepSeekMTPModel"
@@ -79,7 +81,7 @@ def test_deepseek_heads_round_trip_with_their_real_fields(family, dense):
     assert ("layers.0.mlp.experts.3.down_proj.weight" in engine) != dense
     again = kind.from_engine(engine, {name: tensor.shape for name, tensor in mine.items()}, target)
     assert again.keys() == mine.keys() and all(torch.equal(again[name], mine[name]) for name in mine)
-    fields = kind.config(config, target, None)
+    fields = kind.config(replace(loaded.info, config=config), target, None)
     assert fields["kv_lora_rank"] == target["kv_lora_rank"]
     assert (fields["first_k_dense_replace"] > 1000) == dense
 
@@ -91,7 +93,7 @@ def test_other_families_go_to_the_plugin_with_what_they_add(loaded, family, tmp_
     assert kind.name == "EagleMTPTrainHead"
     assert "EagleDeepSeekMTPModel does not fit" in why
     info = replace(loaded.info, config=config)
-    write_engine(tmp_path, LoadedHead(head, info, torch.arange(10)), target, "vllm_plugin")
+    write_engine(tmp_path, LoadedHead(head, info, torch.arange(10), target), "vllm_plugin")
     section = json.loads((tmp_path / "config.json").read_text())["mtp_train"]
     ends = FrozenEnds.from_model(tiny_target(family))
     assert (section["embed_scale"], section["logit_divisor"], section["softcap"]) == (ends.embed_scale, ends.logit_divisor, ends.softcap)
@@ -151,7 +153,7 @@ AS_MIMO = {"concat": "he", "mask_position_0": True}
 def test_sglang_gets_the_names_of_its_classes(loaded, tmp_path, family, layout, name, keys):
     head, config, target = family_head(family, dense_mlp=False, **layout)
     target |= {"topk_method": "noaux_tc"} if family == "deepseek_v3" else {}
-    write_engine(tmp_path, LoadedHead(head, replace(loaded.info, config=config), None), target, "sglang")
+    write_engine(tmp_path, LoadedHead(head, replace(loaded.info, config=config), None, target), "sglang")
     assert set(load_file(tmp_path / "model.safetensors")) == keys
     again = read_engine(tmp_path, replace(loaded.info, config=config), target)
     assert all(torch.equal(value, again.head.state_dict()[key]) for key, value in head.state_dict().items())
@@ -171,10 +173,10 @@ def test_what_sglang_does_not_compute_is_refused(family, layout, reason):
         choose_class(head_config(**{"dense_mlp": False, **layout}), tiny_config(family).to_dict(), False, "sglang")
 
 
-def test_a_quantised_target_goes_to_the_plugin_whose_head_is_plain():
+def test_a_quantised_target_goes_to_the_plugin_whose_head_is_plain(loaded):
     target = tiny_config("llama").to_dict() | {"quantization_config": {"quant_method": "compressed-tensors"}}
     kind, why = choose_class(head_config(), target, False)
     assert (kind.name, "in the target's quantisation" in why) == ("EagleMTPTrainHead", True)
-    assert "quantization_config" not in kind.config(head_config(), target, None)
+    assert "quantization_config" not in kind.config(loaded.info, target, None)
     with pytest.raises(ValueError, match="in the target's quantisation"):
         choose_class(head_config(), tiny_config("deepseek_v2").to_dict() | {"quantization_config": {"quant_method": "fp8"}}, False)
