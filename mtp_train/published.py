@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from mtp_train.checkpoint import HeadInfo, LoadedHead, check_draft_vocab, load_exactly, load_head, vocab_fingerprint
-from mtp_train.engines.row import COPIED_EAGLE, Config, EngineClass, Tensors
+from mtp_train.engines.row import COPIED_EAGLE, INDIFFERENT, Config, EngineClass, Tensors
 from mtp_train.heads.table import build_head, taps_of
 from mtp_train.serving import class_of
 from mtp_train.target.ends import FrozenEnds, read_json
@@ -61,7 +61,7 @@ def read_engine(folder: Path, info: HeadInfo, layer_config: Config, target_path:
         there, layer = kind.published(config, layer_config)
         fields = {"head": tuple((one.kind, one.num_layers, one.layout) for one in (build_head(there, known).config, head.config))}
         theirs, mine = AutoConfig.for_model(**layer).to_dict(), known.to_dict()
-        fields |= {key: (theirs.get(key), mine.get(key)) for key in COPIED_EAGLE if key in layer_config}
+        fields |= {key: (theirs.get(key), mine.get(key)) for key in COPIED_EAGLE if key in layer_config and key not in INDIFFERENT}
         if wrong := [f"{key}: {one} there, {two} here" for key, (one, two) in fields.items() if one != two]:
             raise ValueError(f"{folder / 'config.json'} is of another head: {'; '.join(wrong)}")
     return _fill(folder, kind, head, info, layer_config, target_path, strict=True)

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from mtp_train.checkpoint import HeadInfo, LoadedHead, head_tensors
 from mtp_train.export import write_engine
-from mtp_train.heads.table import build_head, taps_of
 from mtp_train.interfaces import Tap
 from mtp_train.published import read_engine
 from mtp_train.serving import STOCK, choose_class

@@ -74,7 +74,7 @@ def noisy_head(model, ends, config, seed=0):
 
 def captured(model, lengths=(24,), seed=5, config=None):
     """Documents of random tokens with the target's states, laid side by side in one row, and the documents themselves."""
-    target = Target(model, 1, max(lengths), taps_of(config or head_config(), 4))
+    target = Target(model, 1, max(lengths), taps_of(config or head_config(), model.config.num_hidden_layers))
     generator = torch.Generator().manual_seed(seed)
     documents = []
     for length in lengths:

@@ -16,11 +16,13 @@ Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 LAYER = "block.layers.0."
 DENSE = ("llama", "mistral")
-COPIED = (  # fields of the target's config that decide what a layer computes
+COPIED = (  # fields of the target's config that a class reads
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "hidden_act", "max_position_embeddings", "rms_norm_eps",
     "vocab_size", "bos_token_id", "eos_token_id", "rope_parameters", "rope_theta", "rope_scaling", "initializer_range", "attention_bias", "mlp_bias",
 )  # fmt: skip
 COPIED_EAGLE = (*COPIED, "head_dim")
+INDIFFERENT = ("bos_token_id", "eos_token_id", "initializer_range", "max_position_embeddings")
+"""Of those, what changes nothing that a layer computes."""
 
 
 def reasons_of(*found: tuple[bool, str]) -> list[str]:
@@ -104,11 +106,10 @@ class EngineClass:
 
     def _read_vocab(self, tensors: Tensors, vocab_size: int) -> tuple[Tensors, Tensor | None]:
         """The other tensors, and the ids (D,)."""
-        if not self.vocab or self.vocab not in tensors:
+        if not self.vocab:
             return tensors, None
-        rest = {name: tensor for name, tensor in tensors.items() if name not in (self.vocab, "t2d")}
-        stored = tensors[self.vocab]
-        if self.vocab != "d2t":
+        rest, stored = {name: tensor for name, tensor in tensors.items() if name not in (self.vocab, "t2d")}, tensors.get(self.vocab)
+        if stored is None or self.vocab != "d2t":
             return rest, stored
         ids, t2d = stored.long() + torch.arange(len(stored)), tensors.get("t2d")
         if not bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < vocab_size) or (t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids)):
