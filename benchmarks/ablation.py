@@ -96,7 +96,15 @@ def capture_long(run: Path, out: Path) -> tuple[Path, tuple[str, ...]]:
     """Regenerate and capture answers to long prompts with the demo's target; returns their shards and what training needs beside."""
     files = {name: source_prompts(out / f"{name}.jsonl", num, seed, (2000, 4000)) for name, num, seed in (("train", 32, 1), ("validation", 8, 2))}
     sources = [f"data.{name}=[{{path: '{file}', form: messages, domain: null, split: train, limit: null}}]" for name, file in files.items()]
-    precompute(compose(*base(run, out / "data"), *sources, "precompute.steps=[corpus,rows,capture,merge,verify]", "data.max_length=5120", "precompute.regenerate.max_new_tokens=256"))
+    precompute(
+        compose(
+            *base(run, out / "data"),
+            *sources,
+            "precompute.steps=[corpus,rows,capture,merge,verify]",
+            "data.max_length=5120",
+            "precompute.regenerate.max_new_tokens=256",
+        )
+    )
     return out / "data" / "shards", ("train.seq_len=5120",)
 
 
