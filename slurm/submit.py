@@ -25,6 +25,7 @@ import hydra
 
 from mtp_train import cli
 from mtp_train import config as cfg
+from mtp_train.config_cluster import SUBMIT_STAGES
 from mtp_train.planner import report, run_hours
 from mtp_train.provenance import Claim
 from slurm import queue, record, status
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 STALE = {"capture": ("shards",), "train": ("checkpoints", "metrics.jsonl", "acceptance.jsonl"), "sweep": ("checkpoints", "metrics.jsonl", "acceptance.jsonl")}
 """What a stage would go on from although it was made otherwise: it is set aside, and never deleted."""
+
+ORDER = (*SUBMIT_STAGES, "sweep", "compare")
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,7 @@ def plan(request: Request, known: dict[str, record.Entry], jobs: list[queue.Job]
     for stage in chain(request.config, request.points):
         done = finished(stage, request.run_dir)
         entry = known.get(stage.name)
-        active = entry is not None and any(job.active for job in jobs if job.id == entry.job)
-        if entry and active:
+        if entry and is_active(entry, jobs):
             if not entry.covers(stage):
                 raise ValueError(f"{stage.name} is queued or running as job {entry.job}, with other settings: wait for it, or scancel {entry.job}")
             log.info("%-10s  is queued or running as job %s", stage.name, entry.job)
@@ -141,16 +143,26 @@ def expected_hours(config: cfg.Config) -> dict[str, float] | str:
         return f"target.arch is empty, and {str(error).splitlines()[0]}"
 
 
-def stale(request: Request, todo: list[Todo], known: dict[str, record.Entry]) -> list[Path]:
-    """What earlier submissions left with other settings, and would be gone on from."""
+def stale(request: Request, todo: list[Todo], known: dict[str, record.Entry], jobs: list[queue.Job]) -> list[Path]:
+    """What earlier submissions left with other settings, and would be gone on from. Raises ValueError where a job of a later stage may be reading it."""
     out = []
     for one in todo:
-        entry = known.get(one.stage.name)
+        entry, found = known.get(one.stage.name), list[Path]()
         for task in one.stage.tasks if entry else ():
             if entry and entry.tasks.get(task.label, task.fingerprint) != task.fingerprint:
-                found = (request.cwd / task.run_dir / name for name in STALE.get(one.stage.name, ()))
-                out += [path for path in found if path.exists() and path not in out]
+                paths = (request.cwd / task.run_dir / name for name in STALE.get(one.stage.name, ()))
+                found += [path for path in paths if path.exists() and path not in found]
+        later = ORDER[ORDER.index(one.stage.name) + 1 :]
+        busy = [f"{name} (job {known[name].job})" for name in later if name in known and is_active(known[name], jobs)]
+        if found and busy:
+            raise ValueError(f"{found[0]} is of other settings and would be set aside, but {', '.join(busy)} may be reading it: wait, or scancel")
+        out += found
     return out
+
+
+def is_active(entry: record.Entry, jobs: list[queue.Job]) -> bool:
+    """Whether a job of a stage waits or runs."""
+    return any(job.active for job in jobs if job.id == entry.job)
 
 
 # ---------------------------------------------------------------- submission
@@ -164,30 +176,31 @@ def submit(request: Request) -> None:
     run_dir, dry = request.run_dir, request.config.submit.dry_run
     if dry:
         known = record.read(run_dir)
-        todo = plan(request, known.stages if known else {}, queue.squeue() if known else [])
+        stages, jobs = (known.stages, queue.squeue()) if known else ({}, [])
+        todo = plan(request, stages, jobs)
         sys.stdout.write("".join(f"### {shlex.join(one.command({}))}\n\n{one.text}\n" for one in todo))
-        for path in stale(request, todo, known.stages if known else {}):
+        for path in stale(request, todo, stages, jobs):
             log.info("would be set aside, made with other settings: %s", path)
         return
     (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
     with Claim(run_dir / "slurm" / ".lock"):
         known = record.read(run_dir)
-        stages = known.stages if known else {}
-        todo = plan(request, stages, queue.squeue())
+        stages, jobs = known.stages if known else {}, queue.squeue()
+        todo = plan(request, stages, jobs)
         if not todo:
             log.info("nothing to submit")
             return
+        aside = stale(request, todo, stages, jobs)
         folder = record.new_folder(run_dir)
         record.save(folder, request.config, request.points, {f"{one.stage.name}.sbatch": one.text for one in todo})
         for point in request.points:
             link_shared(run_dir, request.cwd / point.config.run_dir)
-        for path in stale(request, todo, stages):
-            aside = path.with_name(f"{path.name}.before-{folder.name}")
-            path.rename(aside)
-            log.info("made with other settings, set aside: %s", aside)
-        jobs = send(request, todo, folder, stages)
+        for path in aside:
+            path.rename(path.with_name(f"{path.name}.before-{folder.name}"))
+            log.info("made with other settings, set aside: %s.before-%s", path, folder.name)
+        sent = send(request, todo, folder, stages)
     for one in todo:
-        log.info("%-10s  job %s%s", one.stage.name, jobs[one.stage.name], f", {len(one.missing)} tasks" if one.stage.name in ARRAYS else "")
+        log.info("%-10s  job %s%s", one.stage.name, sent[one.stage.name], f", {len(one.missing)} tasks" if one.stage.name in ARRAYS else "")
     log.info("submitted from %s\nmtp-submit status=%s", folder, shlex.quote(str(run_dir)))
     if request.config.train.wandb.mode == "offline":
         log.info("wandb, when training has ended: wandb sync --append %s/wandb/offline-run-*", shlex.quote(str(run_dir)))

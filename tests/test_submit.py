@@ -228,6 +228,16 @@ def test_what_was_made_otherwise_is_set_aside_and_never_gone_on_from(slurm):
     assert len(list(run_dir().glob("shards.before-*"))) == 1
 
 
+def test_nothing_is_set_aside_that_a_later_job_may_be_reading(slurm):
+    run()
+    settle(slurm)
+    (slurm / "queue").write_text("104|RUNNING|None|1:00|n1\n")
+    with pytest.raises(ValueError, match=r"shards is of other settings .* but train \(job 104\) may be reading it"):
+        run("precompute.state_dtype=bfloat16", "stages=capture")
+    assert (run_dir() / "shards").exists()
+    assert not calls(slurm, "sbatch")
+
+
 # ---------------------------------------------------------------- the job scripts, run by bash
 
 
