@@ -7,19 +7,19 @@ by step, is named.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from eval.engine import Decoded
+from eval.faults import faults_of, spoiled
 from eval.prompts import Prompt
 from mtp_train import config as cfg
-from mtp_train.heads.mtp import MTPHead
+from mtp_train.published import read_engine
 from mtp_train.spec_decode.engine import Completion
 from mtp_train.spec_decode.stats import AcceptanceStats
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 EXPLAINED_GAP = 1e-3  # top-2 logit gap below which two float32 evaluations may disagree
 SIMULATED = 12  # prompts that differ, and as many that do not, on which faults are simulated
 WIRING = (
-    "check that the head belongs to this target, which side of the final norm its feature is taken from, the order of the halves of eh_proj, "
+    "check that the head belongs to this target, which states its feature is made of, the order of what its projection joins, "
     "the position of the first row, and that the engine shares embedding and lm_head; parity=true names the fault"
 )
 
@@ -50,61 +50,6 @@ def accepted_by_step(completion: Completion) -> list[int]:
             steps.append(run)
             run = 0
     return steps + [run] * (run > 0)
-
-
-# ---------------------------------------------------------------- faults of wiring, simulated
-
-Fault = Callable[[MTPHead, Tensor], None]
-"""Spoils a copy of the head in place; takes the target's final gain (H,)."""
-
-
-def _halves(head: MTPHead) -> tuple[Tensor, Tensor]:
-    left, right = head.eh_proj.weight.data.chunk(2, dim=1)
-    return left, right
-
-
-def _set(head: MTPHead, left: Tensor, right: Tensor) -> None:
-    head.eh_proj.weight.data = torch.cat([left, right], dim=1)
-
-
-def _wrap(head: MTPHead, change: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
-    inner = head.forward
-    head.forward = lambda embeds, features, positions, attention: inner(*change(embeds, features, positions), attention)  # type: ignore[method-assign,assignment]
-
-
-def _identity_norm(head: MTPHead, *names: str) -> None:
-    fresh = head.block.make_norm(head.norm.get_parameter("weight").shape[0]).get_parameter("weight")  # of the family: w or 1 + w
-    for name in names:
-        weight = head.get_submodule(name).get_parameter("weight")
-        weight.data = fresh.data.to(weight)
-
-
-def _pre_norm_state(head: MTPHead, gain: Tensor) -> None:
-    head.fuse = lambda hidden_states: hidden_states[:, :, -1] / gain.to(hidden_states.dtype)  # type: ignore[method-assign]  # hnorm is blind to scale
-
-
-FAULTS: dict[str, Fault] = {
-    "the final norm of the head is missing": lambda head, _: setattr(head, "norm", torch.nn.Identity()),
-    "the feature is taken before the target's final norm": _pre_norm_state,
-    "the halves of eh_proj are swapped ([h; e] for [e; h])": lambda head, _: _set(head, *_halves(head)[::-1]),
-    "eh_proj is transposed": lambda head, _: _set(head, *(half.T for half in _halves(head))),
-    # A shift of every position is nothing to rotary embeddings; one between the chain (single rows) and its cache is.
-    "positions of the chain are off by one": lambda head, _: _wrap(head, lambda e, h, p: (e, h, p - 1 if p.shape[1] == 1 else p)),
-    "the embedding is not the target's": lambda head, _: _wrap(head, lambda e, h, p: (torch.zeros_like(e), h, p)),
-    "the embedding at position 0 is zeroed": lambda head, _: _wrap(head, lambda e, h, p: (e * (p != 0)[..., None].to(e.dtype), h, p)),
-    "the gains of enorm and hnorm are not loaded": lambda head, _: _identity_norm(head, "enorm", "hnorm"),
-    "the gain of the head's final norm is not loaded": lambda head, _: _identity_norm(head, "norm"),
-    "the gains of the layer's norms are not loaded": lambda head, _: _identity_norm(
-        head, "block.layers.0.input_layernorm", "block.layers.0.post_attention_layernorm"
-    ),
-}
-
-
-def spoiled(head: MTPHead, fault: Fault, gain: Tensor) -> MTPHead:
-    """A copy of the head with a fault of wiring."""
-    out = copy.deepcopy(head)
-    fault(out, gain)
-    return out
 
 
 # ---------------------------------------------------------------- comparing
@@ -132,8 +77,24 @@ def differences(prompts: Sequence[Prompt], embedded: Decoded, other: Decoded, re
     return out
 
 
+def audited(reference: Any) -> str | None:
+    """What is wrong with the exported directory, by its names, shapes and config.json; None: nothing, or there is none."""
+    folder = Path(reference.config.eval.vllm_head)
+    if not (folder / "config.json").exists():
+        return None
+    try:
+        read_engine(folder, reference.loaded.info, reference.loaded.layer_config, reference.config.target.path)
+    except ValueError as error:
+        return f"what vLLM loaded is not this head: {error}"
+    return None
+
+
 def diagnose(prompts: Sequence[Prompt], found: Sequence[dict[str, Any]], other: Decoded, reference: Any, run: cfg.EvalRunConfig) -> str:
-    """The simulated fault that reproduces most of the other engine's steps, with how many, on some prompts that differ and some that do not."""
+    """What the audit of the exported head finds; else the simulated fault that reproduces most of the other engine's steps, with how many, on some prompts
+    that differ and some that do not.
+    """
+    if found_in_files := audited(reference):
+        return found_in_files
     differing = {one["id"] for one in found if not one["explained"]}
     if len(differing) <= max(1, 0.02 * len(prompts)):
         return "A fault of wiring touches more prompts than that: suspect numerics beyond a near-tie, batching or the cache"
@@ -141,7 +102,7 @@ def diagnose(prompts: Sequence[Prompt], found: Sequence[dict[str, Any]], other: 
     wanted = {prompt.id: accepted_by_step(other.completions[prompt.id]) for prompt in prompts}
     head, gain = reference.loaded.head, reference.target.ends.norm_weight.float() + reference.target.ends.family.gain_offset
     scores = {}
-    for name, fault in FAULTS.items():
+    for name, fault in faults_of(head).items():
         spoilt = reference.decode(run, prompts, len(prompts), max(len(one.token_ids) for one in other.completions.values()), name, spoiled(head, fault, gain))
         scores[name] = sum(accepted_by_step(spoilt.completions[prompt.id]) == wanted[prompt.id] for prompt in prompts)
     most = max(scores.values())

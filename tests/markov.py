@@ -115,10 +115,13 @@ def run_overrides(folder, target, *extra):
     ]  # fmt: skip
 
 
-def trained_run(folder, target, *extra):
-    """Precompute, train and export; returns the overrides."""
+def trained_run(folder, target, *extra, captured=None):
+    """Precompute, train and export; returns the overrides. `captured` is a run whose states are trained on."""
     overrides = run_overrides(folder, target, *extra)
     config = compose(*overrides)
-    for stage in (precompute, train, export):
+    if captured:
+        (folder / "run").mkdir()
+        (folder / "run" / "shards").symlink_to(captured / "shards")
+    for stage in (train, export) if captured else (precompute, train, export):
         stage(config)
     return overrides

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from eval.engine_hf import EmbeddedEngine
-from eval.parity import FAULTS, accepted_by_step, compare, first_difference, spoiled, verdict
+from eval.faults import CHAIN, EAGLE1, EAGLE3, MTP, faults_of, spoiled
+from eval.parity import accepted_by_step, compare, first_difference, verdict
 from eval.prompts import read_prompts
 from mtp_train.checkpoint import load_head
 from mtp_train.config import EvalRunConfig, compose
 from mtp_train.data.chat import stop_ids
 from mtp_train.spec_decode.engine import Completion
 from mtp_train.spec_decode.stats import AcceptanceStats
-from tests.markov import markov_target, trained_run
+from precompute.run import stage as precompute
+from tests.markov import markov_target, run_overrides, trained_run
 
 RUN = EvalRunConfig(3, 0.0, "greedy", None)
 
@@ -43,33 +47,48 @@ def test_a_verdict_needs_near_ties_and_few_of_them():
     assert "weak evidence" in verdict([], 100, 400, 0.99)[1]
 
 
+HEADS = {  # with the faults that are seeded for each; those of every head once
+    "mtp": ("head=mtp", list(MTP)),
+    "eagle1": ("head=eagle1", [name for name in EAGLE1 if name not in CHAIN]),
+    "eagle3": ("head=eagle3", [*(name for name in EAGLE3 if name not in CHAIN), "the tapped layers [1, 2, 3] are read as [2, 1, 3]"]),
+}
+
+
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    """The embedded engine on a trained head, its prompts and what it decodes."""
+def engines(tmp_path_factory):
+    """kind -> the embedded engine on a trained head, its prompts and what it decodes."""
     folder = tmp_path_factory.mktemp("parity")
     target = markov_target("llama", folder / "target")
-    config = compose(*trained_run(folder, target))
     tokenizer = AutoTokenizer.from_pretrained(target)
-    prompts = read_prompts(config.eval.prompts, tokenizer, None, {})
-    engine = EmbeddedEngine(config, load_head(config.eval.head), stop_ids(tokenizer), max(len(one.token_ids) for one in prompts))
-    engine.load("float32")
-    return engine, prompts, engine.decode(RUN, prompts, 8, 40, "healthy")
+    precompute(compose(*run_overrides(folder / "base", target, "precompute.tap_layers=[1,2,3]")))
+
+    @cache
+    def engine(kind):
+        extra = (HEADS[kind][0], *(["head.layout.taps=[1,2,3]", "head.draft_vocab_size=60"] if kind == "eagle3" else []))
+        config = compose(*trained_run(folder / kind, target, *extra, captured=folder / "base" / "run"))
+        prompts = read_prompts(config.eval.prompts, tokenizer, None, {})
+        embedded = EmbeddedEngine(config, load_head(config.eval.head), stop_ids(tokenizer), max(len(one.token_ids) for one in prompts))
+        embedded.load("float32")
+        return embedded, prompts, embedded.decode(RUN, prompts, 8, 40, "healthy")
+
+    return engine
 
 
 @pytest.mark.slow
-def test_an_engine_equals_itself_at_another_batch_size(engine):
-    embedded, prompts, healthy = engine
+@pytest.mark.parametrize("kind", HEADS)
+def test_an_engine_equals_itself_at_another_batch_size(engines, kind):
+    embedded, prompts, healthy = engines(kind)
     row = compare(prompts, "itself", healthy, embedded.decode(RUN, prompts, 3, 40, "again"), embedded, RUN, None)
     assert row["equal"] and not row["differences"]
     assert row["embedded"] == row["vllm"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_of_wiring_is_named(engine, name):
-    embedded, prompts, healthy = engine
-    gain = embedded.target.ends.norm_weight.float()
-    faulty = embedded.decode(RUN, prompts, 8, 40, name, spoiled(embedded.loaded.head, FAULTS[name], gain))
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, (_, names) in HEADS.items() for name in names])
+def test_each_fault_of_wiring_is_named(engines, kind, name):
+    embedded, prompts, healthy = engines(kind)
+    gain, head = embedded.target.ends.norm_weight.float(), embedded.loaded.head
+    faulty = embedded.decode(RUN, prompts, 8, 40, name, spoiled(head, faults_of(head)[name], gain))
     row = compare(prompts, name, healthy, faulty, embedded, RUN, None)
     if name == "the embedding at position 0 is zeroed" and row["equal"]:
         return  # one row of each prompt, far from the answer: a head may not care
@@ -78,9 +97,10 @@ def test_each_fault_of_wiring_is_named(engine, name):
 
 
 @pytest.mark.slow
-def test_a_healthy_head_is_not_changed_by_the_simulation(engine):
-    embedded, _, _ = engine
-    before = {name: value.clone() for name, value in embedded.loaded.head.state_dict().items()}
-    for fault in FAULTS.values():
-        spoiled(embedded.loaded.head, fault, embedded.target.ends.norm_weight.float())
-    assert all(torch.equal(value, before[name]) for name, value in embedded.loaded.head.state_dict().items())
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_healthy_head_is_not_changed_by_the_simulation(engines, kind):
+    embedded, _, _ = engines(kind)
+    head, before = embedded.loaded.head, {name: value.clone() for name, value in embedded.loaded.head.state_dict().items()}
+    for fault in faults_of(head).values():
+        spoiled(head, fault, embedded.target.ends.norm_weight.float())
+    assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())

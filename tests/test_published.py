@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eval.run import stage as evaluate
 from mtp_train.checkpoint import HeadInfo, LoadedHead, choose, head_tensors, load_head, vocab_fingerprint
 from mtp_train.config import compose
 from mtp_train.export import export, write_engine
@@ -348,7 +349,7 @@ def test_embeddings_of_another_target_are_refused_to_draft_and_told_to_start_fro
 
 
 @pytest.mark.parametrize("head", ["eagle1", "eagle3"])
-def test_a_published_directory_is_exported_again_and_started_from(captured, tmp_path, head):
+def test_a_published_directory_is_measured_exported_again_and_started_from(captured, corpus, tmp_path, head):
     tensors, _ = run_training(captured, tmp_path / "a", "train.num_steps=3", *HEADS[head])
     run, overrides = captured
     base = (*overrides, f'run_dir="{tmp_path / "a"}"', *HEADS[head])
@@ -356,6 +357,11 @@ def test_a_published_directory_is_exported_again_and_started_from(captured, tmp_
     export(compose(*base, f"export.formats=[{engine_format}]"))
     published = tmp_path / "published"
     os.rename(tmp_path / "a" / "export" / engine_format, published)
+
+    short = ("eval.num_prompts=2", "eval.max_new_tokens=8", "eval.speed_prompts=0", f'eval.prompts="{corpus / "heldout.jsonl"}"')
+    evaluate(compose(*base, f'eval.head="{published}"', *short))
+    report = json.loads((tmp_path / "a" / "eval" / "report.json").read_text())
+    assert (report["head"]["kind"], report["lossless"]["num_equal"]) == (head, 2) and report["runs"][0]["overall"]["counters"]["num_drafts"] > 0
 
     export(compose(*base, f'export.checkpoint="{published}"', "export.formats=[hf,vllm]"))
     again = load_file(tmp_path / "a" / "export" / "hf" / "head.safetensors")

@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ from eval.checkpoints import measure_all
 from eval.run import stage as evaluate
 from mtp_train.config import compose
 from mtp_train.data.shards import ShardReader
-from mtp_train.serving import PLUGIN
+from mtp_train.engines.mtp import PLUGIN
 from mtp_train.target.ends import FrozenEnds
 from mtp_train.train import train
 from precompute.run import stage as precompute
@@ -46,6 +48,15 @@ TARGETS = {  # head sizes that vLLM's attention on CPU takes: multiples of 32
     "deepseek_v2": MLA,
     "deepseek_v3": {**MLA, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},  # as its config.json says, and transformers takes for granted
 }
+TAPS = "head.layout.taps=[1,2,3]"
+HEADS = {  # case -> target, its head, the format that vLLM loads
+    **{family: (family, (), "vllm") for family in TARGETS},
+    "eagle1": ("llama_rope3", ("head=eagle1",), "vllm"),
+    "eagle3": ("llama_rope3", ("head=eagle3", TAPS, "head.layout.norm_before_residual=true", "head.layout.norm_before_fc=true"), "speculators"),
+    "eagle3, draft vocabulary": ("llama_rope3", ("head=eagle3", TAPS, "head.draft_vocab_size=40"), "vllm"),
+    "eagle3.1": ("qwen3", ("head=eagle31", TAPS, "head.draft_vocab_size=60"), "vllm"),
+}
+TAPPED = {name: f"precompute.tap_layers={[1, 2, 3] if name in [family for family, head, _ in HEADS.values() if head] else []}" for name in TARGETS}
 ENGINE = ("engine=vllm", "engine.in_process=true", "engine.timeout_s=60")
 
 
@@ -62,16 +73,34 @@ def report_of(overrides, *extra):
     return json.loads((Path(config.run_dir) / "eval-vllm" / "report.json").read_text())
 
 
-@pytest.fixture(scope="module", params=TARGETS)
-def trained(request, tmp_path_factory):
-    """(family, overrides) of a run that captured with vLLM, trained and exported."""
-    folder = tmp_path_factory.mktemp(request.param)
-    target = markov_target(request.param, folder / "target", **TARGETS[request.param])
-    return request.param, trained_run(folder, target, *ENGINE)
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory):
+    """family -> a target that learnt the text, and the run that captured its states with vLLM, with taps for every head."""
+
+    @cache
+    def capture(family):
+        folder = tmp_path_factory.mktemp(family)
+        target = markov_target(family, folder / "target", **TARGETS[family])
+        precompute(compose(*run_overrides(folder, target, *ENGINE, TAPPED[family])))
+        return target, folder / "run"
+
+    return capture
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def trained(request, captured, tmp_path_factory):
+    """(case, overrides) of a run that trained on what vLLM captured, and exported."""
+    family, head, engine_format = HEADS[request.param]
+    (target, states), folder = captured(family), tmp_path_factory.mktemp("head")
+    where = f'eval.vllm_head="{folder / "run" / "export" / engine_format}"'
+    more = (*ENGINE, *head, f"export.formats=[{engine_format},hf]", where, TAPPED[family])
+    return request.param, trained_run(folder, target, *more, captured=states)
 
 
 def test_captured_states_equal_the_embedded_engines(trained, tmp_path):
-    _, overrides = trained
+    case, overrides = trained
+    if case not in TARGETS:
+        pytest.skip("its states are those of the target's other head")
     mine = ShardReader(Path(compose(*overrides).run_dir) / "shards" / "train")
     assert mine.manifest.engine["name"] == "vllm"
     other = compose(*overrides, "engine=embedded", f'run_dir="{tmp_path}"')
@@ -85,10 +114,11 @@ def test_captured_states_equal_the_embedded_engines(trained, tmp_path):
 
 
 def test_acceptance_equals_the_embedded_engines_to_the_last_counter(trained):
-    family, overrides = trained
-    ways = [(k, 0.0, "greedy", "null") for k in (3, 1, 5)]
-    report = report_of(overrides, runs(*ways), "eval.parity=true", "eval.speed_prompts=2", "eval.speed_batch_sizes=[1,4]")
-    num_checks = 1 if family == "deepseek_v3" else 3  # vLLM cannot draft with this target itself
+    case, overrides = trained
+    ways, is_mtp = [(k, 0.0, "greedy", "null") for k in (3, 1, 5)], case in TARGETS
+    speed = ("eval.speed_prompts=2", "eval.speed_batch_sizes=[1,4]") if is_mtp else ()
+    report = report_of(overrides, runs(*ways), "eval.parity=true", *speed)
+    num_checks = 1 if case == "deepseek_v3" else 3  # vLLM cannot draft with this target itself
     assert [one["passed"] for one in report["checks"]] == [True] * num_checks, report["checks"]
     assert (report["lossless"]["num_equal"], report["lossless"]["num_prompts"]) == (24, 24)
     assert [one["K"] for one in report["runs"]] == [3, 1, 5]
@@ -98,7 +128,10 @@ def test_acceptance_equals_the_embedded_engines_to_the_last_counter(trained):
     first = report["parity"][0]["vllm"]
     assert first["num_drafts"] >= 200
     assert 0.15 <= first["acceptance_rate_at"][0] <= 0.95
-    assert {(row["kind"], row["batch_size"]) for row in report["speed"]} == {(kind, size) for kind in ("plain", "speculative") for size in (1, 4)}
+    assert {(row["kind"], row["batch_size"]) for row in report["speed"]} == (
+        {(kind, size) for kind in ("plain", "speculative") for size in (1, 4)} if is_mtp else set()
+    )
+    assert [one["draft_vocab_size"] for one in report["runs"]] == [{"eagle3, draft vocabulary": 40, "eagle3.1": 60}.get(case)] * 3
 
 
 def test_sampled_acceptance_is_within_the_interval(trained):
@@ -211,17 +244,39 @@ def transpose(tensors):
     tensors["fc.weight"] = torch.cat([half.T for half in tensors["fc.weight"].chunk(2, dim=1)], dim=1).contiguous()
 
 
-FILE_FAULTS = {swap_halves: "halves of eh_proj are swapped", transpose: "transposed", no_gain: "enorm and hnorm", no_final_gain: "final norm"}
+def swap_taps(tensors):
+    first, second, third = tensors["fc.weight"].chunk(3, dim=1)
+    tensors["fc.weight"] = torch.cat([second, first, third], dim=1).contiguous()
 
 
-@pytest.mark.parametrize("change", FILE_FAULTS)
-def test_a_wiring_fault_in_the_file_is_named(trained, tmp_path, change):
-    (family, overrides), cause = trained, FILE_FAULTS[change]
-    if family != "llama_rope3":
-        pytest.skip("one target is enough: the faults are of the head")
+def no_hidden_norm(tensors):
+    del tensors["midlayer.hidden_norm.weight"]
+
+
+FILE_FAULTS = {  # the case, what is spoiled, and what names it
+    "halves": ("llama_rope3", swap_halves, "halves of eh_proj are swapped"),
+    "transposed": ("llama_rope3", transpose, "transposed"),
+    "gains": ("llama_rope3", no_gain, "enorm and hnorm"),
+    "final gain": ("llama_rope3", no_final_gain, "final norm"),
+    "eagle1, halves": ("eagle1", swap_halves, "halves of fc are swapped"),
+    "eagle3, taps": ("eagle3, draft vocabulary", swap_taps, "the tapped layers [1, 2, 3] are read as [2, 1, 3]"),
+    "eagle3, hidden_norm": ("eagle3, draft vocabulary", no_hidden_norm, "missing ['midlayer.hidden_norm.weight']"),
+    "eagle3, taps off by one": ("eagle3, draft vocabulary", None, "'taps': [0, 1, 2]"),
+}
+
+
+@pytest.mark.parametrize("fault", FILE_FAULTS)
+def test_a_wiring_fault_in_the_file_is_named(trained, tmp_path, fault):
+    (of_case, change, cause), (case, overrides) = FILE_FAULTS[fault], trained
+    if case != of_case:
+        pytest.skip(f"the fault is seeded in {of_case}")
     bad = tmp_path / "bad"
     shutil.copytree(Path(compose(*overrides).run_dir) / "export" / "vllm", bad)
-    spoil(bad, change)
+    if change:
+        spoil(bad, change)
+    else:  # the ids as SGLang numbers them
+        config = json.loads((bad / "config.json").read_text())
+        (bad / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}))
     report = report_of(overrides, runs((3, 0.0, "greedy", "null")), "eval.parity=true", "eval.self_checks=false", f'eval.vllm_head="{bad}"')
     (row,) = report["parity"]
     assert not row["equal"]
@@ -284,11 +339,12 @@ def test_a_quantised_target_is_captured_trained_for_and_served(trained, tmp_path
 
 
 def test_a_dropped_tensor_fails_by_name(trained, tmp_path):
-    _, overrides = trained
+    case, overrides = trained
+    name = {"eagle1": "fc.weight", "eagle3": "layers.0.hidden_norm.weight"}.get(case, "hnorm.weight" if case in TARGETS else "midlayer.hidden_norm.weight")
     bad = tmp_path / "bad"
-    shutil.copytree(Path(compose(*overrides).run_dir) / "export" / "vllm", bad)
-    spoil(bad, lambda tensors: tensors.pop("hnorm.weight"))
-    with pytest.raises(ValueError, match=r"hnorm\.weight"):
+    shutil.copytree(compose(*overrides).eval.vllm_head, bad)
+    spoil(bad, lambda tensors: tensors.pop(name))
+    with pytest.raises(ValueError, match=re.escape(name)):
         report_of(overrides, runs((3, 0.0, "greedy", "null")), f'eval.vllm_head="{bad}"')
 
 
