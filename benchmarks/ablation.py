@@ -3,7 +3,7 @@
     python benchmarks/ablation.py --run runs/demo --out runs/ablation              # arms on the demo's shards (make demo made them)
     python benchmarks/ablation.py --run runs/demo --out runs/ablation --long       # the same norms on prompts of 2 to 4 thousand tokens
 
-Each arm and seed trains in a directory of its own with the FLOP of --flop (planner.train_flop x tokens); what is done already is not done again, so a
+Each arm and seed trains in a directory of its own with the FLOP of --flop (planner.training_flop); what is done already is not done again, so a
 killed run goes on. Every arm is judged by walking the held-out rows with K = 3 drafts, whatever it was trained on. The winner is for the engine to
 confirm: mtp-eval eval.head=OUT/ARM/checkpoints/...
 """
@@ -16,18 +16,15 @@ import os
 import random
 import statistics
 import sysconfig
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from mtp_train.config import Config, compose
-from mtp_train.heads.mtp import MTPHead
-from mtp_train.heads.table import HEADS
 from mtp_train.metrics import read_metrics
-from mtp_train.planner import measure, read_target, supervised_share, train_flop
+from mtp_train.planner import measure, read_target, training_flop
 from mtp_train.setup import set_up
 from mtp_train.train import train, validate
 from precompute.run import stage as precompute
@@ -35,44 +32,22 @@ from precompute.run import stage as precompute
 JUDGED_STEPS = 3
 
 
-class WithoutNorms(MTPHead):
-    """The layout of EAGLE-1: no norms on embedding and state, none before the layer's attention, none at the end."""
-
-    def __init__(self, *args: Any, **more: Any):
-        super().__init__(*args, **more)
-        self.enorm = self.hnorm = self.norm = nn.Identity()  # type: ignore[assignment]
-        for layer in self.block.layers:
-            layer.input_layernorm = nn.Identity()
-
-
-HEADS["mtp_without_norms"] = WithoutNorms
-
-
-@dataclass(frozen=True)
-class Arm:
-    """What differs from the defaults."""
-
-    overrides: tuple[str, ...] = ()
-    norms: bool = True
-    alone: float = 0.0  # share of the steps that train the first draft alone (train.unroll_from_step)
-
-
-ARMS = {
-    "norms restored, unroll 3, KL + 0.1 feature, identity": Arm(),
-    "unroll 1": Arm(("train.unroll_steps=1",)),
-    "unroll 2": Arm(("train.unroll_steps=2",)),
-    "unroll 3 in the last fifth of the steps": Arm(alone=0.8),
-    "soft labels alone": Arm(("train.loss.feature_weight=0",)),
-    "start: target's last layer": Arm(("head.init=last_layer",)),
-    "start: target's last layer, a quarter of the rate": Arm(("head.init=last_layer", "train.optim.lr=5.0e-4")),
-    "norms removed (EAGLE-1)": Arm(norms=False),
+ARMS: dict[str, tuple[str, ...]] = {
+    "norms restored, unroll 3, KL + 0.1 feature, identity": (),
+    "unroll 1": ("train.unroll_steps=1",),
+    "unroll 2": ("train.unroll_steps=2",),
+    "unroll 3 in the last fifth of the steps": ("train.unroll_from=0.8",),
+    "soft labels alone": ("train.loss.feature_weight=0",),
+    "start: target's last layer": ("head.init=last_layer",),
+    "start: target's last layer, a quarter of the rate": ("head.init=last_layer", "train.optim.lr=5.0e-4"),
+    "norms removed (EAGLE-1)": ("head=eagle1",),
 }
-MORE_ARMS = {
-    "loss: lk_hybrid": Arm(("train.loss.kind=lk_hybrid",)),
-    "loss: hard labels": Arm(("train.loss.kind=hard_ce",)),
-    "muon": Arm(("train.optim.name=muon",)),
+MORE_ARMS: dict[str, tuple[str, ...]] = {
+    "loss: lk_hybrid": ("train.loss.kind=lk_hybrid",),
+    "loss: hard labels": ("train.loss.kind=hard_ce",),
+    "muon": ("train.optim.name=muon",),
 }
-LONG_ARMS = {"long prompts, norms restored": Arm(), "long prompts, norms removed (EAGLE-1)": Arm(norms=False)}
+LONG_ARMS: dict[str, tuple[str, ...]] = {"long prompts, norms restored": (), "long prompts, norms removed (EAGLE-1)": ("head=eagle1",)}
 
 
 def source_prompts(path: Path, num: int, seed: int, tokens: tuple[int, int]) -> Path:
@@ -114,20 +89,16 @@ def base(run: Path, folder: Path) -> list[str]:
     return ["experiment=demo", f"run_dir='{folder}'", f"target.path='{cache}'"]
 
 
-def configure(run: Path, folder: Path, seed: int, flop: float, arm: Arm, *extra: str) -> Config:
+def configure(run: Path, folder: Path, seed: int, flop: float, overrides: tuple[str, ...]) -> Config:
     """The configuration of an arm, with the steps that its FLOP allow."""
-    fixed = [f"train.seed={seed}", "train.validate_every=0", "train.save_every=100000", "train.optim.warmup_steps=5"]
-    config = compose(*base(run, folder), *fixed, *extra, *arm.overrides)
-    sizes, options = measure(config.head, read_target(config.target)), config.train
-    share, width = supervised_share(config)[0].value, config.head.draft_vocab_size
-    alone, whole = (sum(train_flop(sizes, options.seq_len, num, share, width or sizes.vocab).values()) for num in (1, options.unroll_steps))
-    tokens = options.seq_len * options.rows_per_batch * options.accumulation
-    steps = max(10, round(flop / ((arm.alone * alone + (1 - arm.alone) * whole) * tokens)))
-    kind = config.head.kind if arm.norms else "mtp_without_norms"
-    return replace(config, head=replace(config.head, kind=kind), train=replace(options, num_steps=steps, unroll_from_step=round(arm.alone * steps)))
+    fixed = [f"train.seed={seed}", "train.unroll_from=0", "train.validate_every=0", "train.save_every=100000", "train.optim.warmup_steps=5"]
+    config = compose(*base(run, folder), *fixed, *overrides)
+    sizes, whole = measure(config.head, read_target(config.target)), config.train.num_steps
+    steps = max(10, round(flop * whole / training_flop(config, sizes, whole)))
+    return replace(config, train=replace(config.train, num_steps=steps))
 
 
-def run_arm(run: Path, shards: Path, folder: Path, seed: int, flop: float, arm: Arm, *extra: str) -> dict[str, Any]:
+def run_arm(run: Path, shards: Path, folder: Path, seed: int, flop: float, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Train one arm with one seed and walk the held-out rows."""
     result = folder / "result.json"
     if result.exists():
@@ -135,7 +106,7 @@ def run_arm(run: Path, shards: Path, folder: Path, seed: int, flop: float, arm: 
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "shards").exists():
         os.symlink(shards.resolve(), folder / "shards")
-    config = configure(run, folder, seed, flop, arm, *extra)
+    config = configure(run, folder, seed, flop, overrides)
     train(config)
     figures = validate(set_up(config), JUDGED_STEPS)
     norms = [line["grad_norm"] for line in read_metrics(folder / "metrics.jsonl") if "grad_norm" in line]
@@ -179,7 +150,7 @@ def main() -> None:
         for name, arm in arms.items():
             if options.only is None or options.only in name:
                 folder = options.out / f"{''.join(c if c.isalnum() else '-' for c in name)}-{seed}"
-                found.setdefault(name, []).append(run_arm(options.run, shards, folder, seed, options.flop, arm, *extra))
+                found.setdefault(name, []).append(run_arm(options.run, shards, folder, seed, options.flop, (*arm, *extra)))
     print(table(found))
 
 

@@ -32,7 +32,7 @@ def our_arm(arm: dict[str, Any]) -> None:
     from transformers import Qwen3Config
 
     from mtp_train.config import compose
-    from mtp_train.heads.base import supervised, unroll
+    from mtp_train.heads.base import Start, supervised, unroll
     from mtp_train.heads.table import build_head
     from mtp_train.interfaces import Batch
     from mtp_train.loss import draft_loss
@@ -45,7 +45,7 @@ def our_arm(arm: dict[str, Any]) -> None:
     target = Qwen3Config(**sizes, num_hidden_layers=1, tie_word_embeddings=False)
     embed, lm_head = (torch.randn(target.vocab_size, target.hidden_size).mul_(0.02).to(dtype) for _ in range(2))
     ends = FrozenEnds(target, embed, torch.ones(target.hidden_size, dtype=dtype), lm_head)
-    head = build_head(config.head, target, torch.ones(target.hidden_size))
+    head = build_head(config.head, target, Start(torch.ones(target.hidden_size), lm_head, lambda index: {}))
     optimizer = make_optimizer(head, config.train.optim)
     positions = torch.arange(num_tokens)[None]
     batch = Batch(

@@ -8,6 +8,8 @@ A report is a dictionary. ROW is `spec_decode.stats.summarise`, INT is {"value",
     data        train_rows, train_tokens, train_supervised_tokens, regenerated, max_length
     runs        [name, engine, K, temperature, draft_sampling, draft_vocab_size | None, dtype, batch_size, max_new_tokens, num_prompts,
                  overall ROW, domains {name: ROW}, without_loops ROW | None, num_looping_prompts]; the first one is the headline
+    heads       [name, kind, K, acceptance_length INT, difference INT (to the first head of the same K), acceptance_rate_at [INT], propose_ms, batch_size,
+                 state_bytes, num_parameters, training_flop | None]: heads on the same prompts; [] where there is one alone
     lossless    checked, dtype, num_prompts, num_equal, differences [id, position, token_plain, token_draft, top2_gap, explained]
     checks      [name, passed, found]: self-checks of the engine
     parity      [name, equal, verdict, predicted {} | None, embedded {}, vllm {} (counters, acceptance_length, acceptance_rate_at), num_prompts,
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import report_page as pieces
+from eval.report_heads import heads
 from eval.report_page import Block, Cell, Code, Example, Note, Plots, Table, known, length, md, number, one_line, percent, rate
 from eval.report_parity import parity
 from mtp_train.provenance import atomic_write
@@ -43,6 +46,7 @@ KEYS = (
     "head",
     "data",
     "runs",
+    "heads",
     "lossless",
     "checks",
     "parity",
@@ -240,7 +244,7 @@ def sections(report: Report) -> dict[str, list[Block]]:
     """The whole content, for every format."""
     examples: list[Block] = [Example(f"{one['domain']}: {one['id']}", one["prompt"], one["tokens"]) for one in report["examples"] or []]
     return {
-        "Acceptance in decoding": acceptance(report),
+        "Acceptance in decoding": acceptance(report) + heads(report),
         "Speed": speed(report),
         "Lossless": lossless(report),
         **({"Self-checks and parity": blocks} if (blocks := parity(report)) else {}),

@@ -26,6 +26,7 @@ from eval.engine import Decoded, EvalEngine
 from eval.engine_hf import EmbeddedEngine
 from eval.engine_server import ServerEngine
 from eval.engine_vllm import VllmEngine
+from eval.heads import compare_heads
 from eval.parity import EXPLAINED_GAP, WIRING, compare_engines, first_difference
 from eval.prompts import read_prompts
 from eval.report import terminal_table, write_report
@@ -182,13 +183,14 @@ class Evaluation:
         greedy = next((one for run, one in zip(self.options.runs, drafted, strict=True) if run.temperature == 0), None)
         lossless = self.lossless(plain, greedy) if plain and greedy else {"checked": False}
         parity = compare_engines(self, drafted, ENGINES) if self.options.parity else None
+        heads = compare_heads(self, drafted) if self.options.heads else []
         if not once:
             self.engine.load(self.dtype(self.options.speed_dtype))
             timed = [self.time(way) for way in ways]
         report = {
             "title": f"Acceptance of an {self.loaded.info.config.kind.upper()} head on {Path(self.config.target.path).name}",
             "created": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "warnings": self.warnings, "target": asdict(self.info),
-            "head": self.head_row(), "data": self.data_row(), "runs": runs, "lossless": lossless, "checks": checks, "parity": parity,
+            "head": self.head_row(), "data": self.data_row(), "runs": runs, "heads": heads, "lossless": lossless, "checks": checks, "parity": parity,
             "speed": with_speedup(timed), "examples": self.examples(drafted[0]), "validation": {"shards": self.recorded_validation(), "live": live},
             "training": training_curve(Path(self.config.run_dir)), "reproduce": reproduce(self.config),
         }  # fmt: skip

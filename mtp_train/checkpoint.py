@@ -50,6 +50,8 @@ class HeadInfo:
     step: int
     draft_vocab: str | None = None
     """fingerprint of the draft vocabulary; None: the whole one, or a head older than this field"""
+    training_flop: float | None = None
+    """what its training took, by planner.training_flop; None: a head older than this field"""
 
     def to_json(self) -> dict[str, Any]:
         return {"format": 1, "convention": CONVENTION, **asdict(self)}
@@ -60,7 +62,7 @@ class HeadInfo:
         if (data.get("format"), data.get("convention")) != (1, CONVENTION):
             raise ValueError(f"the head follows another convention: {data.get('convention')!r} there, {CONVENTION!r} here")
         taps = tuple(Tap(**tap) for tap in data["taps"])
-        rest = (data["unroll_steps"], data["seq_len"], data["step"], data.get("draft_vocab"))
+        rest = (data["unroll_steps"], data["seq_len"], data["step"], data.get("draft_vocab"), data.get("training_flop"))
         return cls(HeadConfig(**data["config"]), TargetInfo(**data["target"]), taps, *rest)
 
 

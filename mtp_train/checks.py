@@ -28,6 +28,8 @@ def check(config: Any) -> None:
     positive(engine__tensor_parallel_size=config.engine.tensor_parallel_size, engine__timeout_s=config.engine.timeout_s)
     if config.eval.server and config.engine.name != "vllm":
         raise ValueError(f"eval.server={config.eval.server} is a vLLM server, but engine.name={config.engine.name}: add engine=vllm")
+    if config.eval.heads and config.engine.name != "embedded":
+        raise ValueError(f"eval.heads are measured by the embedded engine, but engine.name={config.engine.name}: measure them one by one")
     one_of("data.turns", config.data.turns, ("all", "last"))
     one_of("precompute.state_dtype", config.precompute.state_dtype, ("float32", "bfloat16", "float16"))
     one_of("distributed.mode", config.distributed.mode, ("single", "ddp", "zero1", "zero2", "zero3"))
@@ -61,6 +63,8 @@ def check(config: Any) -> None:
     positive(eval__batch_size=config.eval.batch_size, eval__max_new_tokens=config.eval.max_new_tokens)
     if config.precompute.part is not None and not 0 <= config.precompute.part < config.precompute.num_parts:
         raise ValueError(f"precompute.part={config.precompute.part} is not below precompute.num_parts={config.precompute.num_parts}")
+    if train.feature_noise < 0:
+        raise ValueError(f"train.feature_noise={train.feature_noise} is the largest size of a noise: 0 or above")
     check_optim(train.optim, train.num_steps)
     if config.distributed.mode.startswith("zero") and (train.optim.name != "adamw" or train.optim.ema_decay):
         found = f"train.optim.name={train.optim.name}, ema_decay={train.optim.ema_decay}"

@@ -170,6 +170,8 @@ class EvalConfig:
     """JSONL of held-out conversations; each is answered from its last user turn"""
     head: str
     """an exported directory (format hf) or a checkpoint"""
+    heads: list[str]
+    """further heads (as `head`) for the embedded engine, measured on the same prompts: their differences to `head`, and what each costs"""
     vllm_head: str
     """the exported directory that vLLM serves"""
     server: Optional[str]  # noqa: UP045

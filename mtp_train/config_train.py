@@ -104,6 +104,8 @@ class TrainConfig:
     """autocast: float32, bfloat16, or "fast" (as target.dtype)"""
     init_from: Optional[str]  # noqa: UP045
     """a directory whose weights are started from: a checkpoint, an export of format hf, or a published EAGLE or speculators head; null: head.init"""
+    feature_noise: float
+    """add uniform noise of at most this to what the first drafted step reads of the target's states (EAGLE-1: 0.1); 0: none"""
     loss: LossConfig
     """what is minimised"""
     optim: OptimConfig

@@ -40,10 +40,22 @@ class Objective(nn.Module):
     def forward(self, batch: Batch, num_steps: int) -> tuple[Tensor, ...]:
         """The fields of `LossSums`, and the drafted tokens (K, N)."""
         ends, vocab = self.frozen
+        noise = None
+        if self.training and self.options.feature_noise:
+            noise = uniform_noise(batch, ends.hidden_size, self.options.feature_noise, self.options.seed)
         with torch.autocast(batch.input_ids.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            rows = supervised(unroll(self.head, ends, batch, num_steps), batch)
+            rows = supervised(unroll(self.head, ends, batch, num_steps, noise), batch)
             sums, drafted = draft_loss(ends, rows, self.options.loss, vocab, self.head.lm_head_weight)
         return *vars(sums).values(), drafted
+
+
+def uniform_noise(batch: Batch, hidden_size: int, size: float, seed: int) -> Tensor:
+    """(B, T, H) in [-size, size], of each row by its own tokens: the same on any rank, in any micro-batch, and after a resume."""
+    device, num_tokens = batch.input_ids.device, batch.input_ids.shape[1]
+    places = torch.arange(1, num_tokens + 1, device=device)
+    keys = ((batch.input_ids + 1) * (batch.document_ids + 2) * places * 2654435761 % 2147483647).sum(1) + seed
+    rows = [torch.rand(num_tokens, hidden_size, generator=torch.Generator(device).manual_seed(key), device=device) for key in keys.tolist()]
+    return (2 * size) * (torch.stack(rows) - 0.5)
 
 
 class Replica:
@@ -197,6 +209,10 @@ def _shard(stage: int, objective: Objective, optimizer: Optimizer, options: Trai
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo" if device.type == "cpu" else "nccl")],
     )
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if stage == 3 and (own := objective.head.lm_head_weight) is not None:
+        from deepspeed.zero import register_external_parameter
+
+        register_external_parameter(objective, own)  # the loss reads it, not the module that holds it
     return accelerator, accelerator.prepare(objective, optimizer)[0]
 
 

@@ -143,6 +143,15 @@ def train_flop(sizes: Sizes, seq_len: int, num_steps: int, share: float, vocab: 
     }
 
 
+def training_flop(config: Config, sizes: Sizes, num_steps: int) -> float:
+    """FLOP of a training's first optimiser steps, of one process; those before train.unroll_from_step draft one token."""
+    options, share = config.train, supervised_share(config)[0].value
+    short, vocab = min(num_steps, options.unroll_from_step), config.head.draft_vocab_size or sizes.vocab
+    parts = [(short, 1), (num_steps - short, options.unroll_steps)]
+    each = [number * sum(train_flop(sizes, options.seq_len, unrolled, share, vocab).values()) for number, unrolled in parts]
+    return sum(each) * options.seq_len * options.rows_per_batch * options.accumulation
+
+
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 """FLOP/s of bfloat16 products, dense, by a part of the device's name (their data sheets; H100 as SXM)."""
 
@@ -158,9 +167,9 @@ def peak_flops(device: torch.device) -> float | None:
 class Meter:
     """Model FLOP utilisation (MFU): the FLOP that training needs, by `train_flop`, as a share of what the devices could do in that time."""
 
-    def __init__(self, config: Config, target: Any, peak: float):
+    def __init__(self, config: Config, sizes: Sizes, peak: float):
         """`peak`: FLOP/s of all devices together."""
-        self.sizes, self.seq_len, self.peak = measure(config.head, target), config.train.seq_len, peak
+        self.sizes, self.seq_len, self.peak = sizes, config.train.seq_len, peak
         self.vocab = config.head.draft_vocab_size or self.sizes.vocab
 
     def mfu(self, num_steps: int, share: float, tokens_per_second: float) -> float:
@@ -181,7 +190,7 @@ def plan(config: Config) -> dict[str, Table]:
     passes = "forward, both gradients: its own" if sizes.own_lm_head else "forward, gradient of the input"
     return {
         "parameters": {
-            **{part: Figure(size, "", "trained") for part, size in sizes.parts.items()},
+            **{"lm_head (its own)" if part == "lm_head" else part: Figure(size, "", "trained") for part, size in sizes.parts.items()},
             "trained, all": Figure(sum(sizes.parts.values()), "", f"a token meets {si(sizes.multiplied)} in matrices of the block"),
             "lm_head": Figure(sizes.vocab * sizes.hidden, "", f"frozen; {vocab} of {sizes.vocab} rows are used (head.draft_vocab_size)"),
             "embeddings": Figure(sizes.vocab * sizes.hidden, "", "frozen; " + ("the same tensor as lm_head" if sizes.tied else "not tied to lm_head")),

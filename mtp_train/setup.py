@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from mtp_train.heads.table import build_head, resolve, taps_of
 from mtp_train.interfaces import Tap, TargetInfo
 from mtp_train.optim import make_optimizer, take_up
 from mtp_train.parallel import Objective, Replica, make_replica
-from mtp_train.planner import Meter, peak_flops
+from mtp_train.planner import Meter, Sizes, measure, peak_flops, training_flop
 from mtp_train.provenance import Claim, write_provenance
 from mtp_train.published import open_head
 from mtp_train.serving import choose_class
@@ -58,6 +59,7 @@ class Setup:
     window: dict[str, Any]  # the log line begun
     meter: Meter | None  # where the device's peak is known
     claim: Claim | None  # to the checkpoints: rank 0 writes them
+    flop_of: Callable[[int], float]  # optimiser steps -> FLOP of all processes
 
 
 def set_up(config: cfg.Config) -> Setup:
@@ -97,8 +99,10 @@ def set_up(config: cfg.Config) -> Setup:
     replica = make_replica(config.distributed.mode, Objective(head, ends, options, draft_vocab, dtype), optimizer, options, device)
     at, window = resume(found[0], replica, data, options.optim) if found else (Progress(), {})
     peak = peak_flops(device)
-    meter = Meter(config, target_config, peak * dist.world_size()) if peak else None
-    setup = Setup(device, replica, data, validation, draft_vocab, head_info, target_config.to_dict(), at, window, meter, claim)
+    sizes = measure(config.head, target_config)
+    meter = Meter(config, sizes, peak * dist.world_size()) if peak else None
+    flop_of = partial(_flop_of_all, config, sizes)
+    setup = Setup(device, replica, data, validation, draft_vocab, head_info, target_config.to_dict(), at, window, meter, claim, flop_of)
     if dist.is_first():
         write_provenance(run_dir / "checkpoints", asdict(config))
     describe(setup, head, reader, config, dtype)
@@ -113,6 +117,10 @@ def warm_start(config: cfg.Config) -> LoadedHead:
     if different := [f"head.{name}: {getattr(there, name)} there, {getattr(here, name)} here" for name in names if getattr(there, name) != getattr(here, name)]:
         raise ValueError(f"train.init_from={config.train.init_from} holds another head than is configured ({'; '.join(different)})")
     return source
+
+
+def _flop_of_all(config: cfg.Config, sizes: Sizes, num_steps: int) -> float:
+    return dist.world_size() * training_flop(config, sizes, num_steps)
 
 
 def open_shards(folder: Path, target: TargetInfo, taps: tuple[Tap, ...]) -> ShardReader:

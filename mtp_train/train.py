@@ -148,7 +148,8 @@ def save(setup: Setup, run_dir: Path, state: dict[str, Any], keep_last: int) -> 
         if setup.draft_vocab is not None:
             weights["draft_vocab"] = setup.draft_vocab.cpu()
         place = {"epoch": at.epoch, "row": at.row, "plan": setup.data.plan}
-        path = save_checkpoint(root, weights, replace(setup.info, step=at.step), setup.target_config, moments, {**place, **state}, setup.claim.check)
+        info = replace(setup.info, step=at.step, training_flop=setup.flop_of(at.step))
+        path = save_checkpoint(root, weights, info, setup.target_config, moments, {**place, **state}, setup.claim.check)
         prune(root, keep_last)
     path = dist.from_first(path)
     assert path is not None

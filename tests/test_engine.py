@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+from mtp_train.heads.table import taps_of
 from mtp_train.interfaces import ALL_ROWS, Proposal
 from mtp_train.spec_decode.drafters import HeadDrafter, LMDrafter, NoDrafter
 from mtp_train.spec_decode.engine import Engine, Request
 from mtp_train.spec_decode.stats import AcceptanceStats
+from mtp_train.target.ends import FrozenEnds
 from mtp_train.target.hf import Target
-from tests.test_heads import captured, head_config, noisy_head
+from tests.test_heads import EVERY_KIND, HEADS, captured, draft_vocab, head_config, named, noisy_head
 from tests.tiny import tiny_target
 
 NEW, SIZE = 24, 80
@@ -42,9 +46,9 @@ def requests(num=5, temperature=0.0, stops=(), new=NEW):
     return [Request(str(index), prompt, new, frozenset(stops), temperature, seed=index) for index, prompt in enumerate(prompts)]
 
 
-def decode(model, make_drafter, batch=1, chunk=0, **kinds):
-    """Answers and counters by request."""
-    target = Target(model, batch, SIZE)
+def decode(model, make_drafter, batch=1, chunk=0, name="mtp", **kinds):
+    """Answers and counters by request; the target gives the states that the head of this name reads."""
+    target = Target(model, batch, SIZE, taps_of(named(name), 4))
     return {one.id: one for one in Engine(target, make_drafter(target, batch), chunk).generate(requests(**kinds))}
 
 
@@ -52,15 +56,16 @@ def plainly(model, **kinds):
     return decode(model, lambda target, batch: NoDrafter(256), **kinds)
 
 
-def make_head(model, num_draft, vocab=None, probabilistic=False):
-    ends, _, _ = captured(model)
-    head = noisy_head(model, ends, head_config())
+def make_head(model, num_draft, vocab=None, probabilistic=False, name="mtp"):
+    ends, config = FrozenEnds.from_model(model), named(name)
+    head = noisy_head(model, ends, config)
+    vocab = draft_vocab(config) if vocab is None else vocab
     return lambda target, batch: HeadDrafter(head, target.ends, num_draft, batch, SIZE, vocab=vocab, probabilistic=probabilistic)
 
 
 DRAFTERS = {
     "perfect": lambda model, k: lambda target, batch: LMDrafter(Target(model, batch, SIZE), k),
-    "head": make_head,
+    **{name: partial(make_head, name=name) for name in HEADS},
     "random": lambda model, k: lambda target, batch: RandomDrafter(256, [0] * k),
     "hostile": lambda model, k: lambda target, batch: ScriptedDrafter(256, [255] * k),
 }
@@ -72,7 +77,7 @@ DRAFTERS = {
 def test_greedy_output_equals_plain_decoding(kind, num_draft, batch):
     model = tiny_target("llama")
     expected = plainly(model)
-    got = decode(model, DRAFTERS[kind](model, num_draft), batch)
+    got = decode(model, DRAFTERS[kind](model, num_draft), batch, name=kind if kind in HEADS else "mtp")
     assert {id: one.token_ids for id, one in got.items()} == {id: one.token_ids for id, one in expected.items()}
     for one in got.values():
         stats = one.stats
@@ -98,11 +103,12 @@ def test_a_perfect_drafter_has_every_draft_accepted(num_draft, temperature):
     assert total.num_accepted_tokens == total.num_draft_tokens > 0
 
 
+@EVERY_KIND
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_batch_and_order_do_not_change_an_answer_or_its_counters(temperature):
+def test_batch_and_order_do_not_change_an_answer_or_its_counters(temperature, name):
     model = tiny_target("qwen3")
-    make = make_head(model, 3, probabilistic=True)
-    one, four = decode(model, make, 1, temperature=temperature), decode(model, make, 4, temperature=temperature)
+    make = make_head(model, 3, probabilistic=True, name=name)
+    one, four = (decode(model, make, batch, temperature=temperature, name=name) for batch in (1, 4))
     assert {id: (done.token_ids, done.stats) for id, done in one.items()} == {id: (done.token_ids, done.stats) for id, done in four.items()}
 
 

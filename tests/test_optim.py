@@ -37,6 +37,7 @@ class Toy(nn.Module):
         self.block = nn.ParameterDict({name: torch.randn(*shape, generator=rng) for name, shape in self.SHAPES.items()})
         self.norm = nn.Parameter(torch.randn(6, generator=rng))
         self.eh_proj = nn.Parameter(torch.randn(6, 12, generator=rng))
+        self.lm_head = nn.ParameterDict({"weight": torch.randn(8, 6, generator=rng)})
 
     SHAPES = {"wide": (6, 9), "tall": (9, 6), "experts": (2, 4, 6), "bias": (9,)}
 
@@ -96,7 +97,7 @@ def muon_error(scale=0.2, momentum=0.95, nesterov=True):
         before = weights(head)
         steps(head, optimizer, [number])
         for name, parameter in head.named_parameters():
-            if parameter.dim() != 2:
+            if parameter.dim() != 2 or name == "lm_head.weight":
                 continue
             grad = parameter.grad.double()
             buffers[name] = momentum * buffers.get(name, torch.zeros_like(grad)) + (1 - momentum) * grad
@@ -120,7 +121,7 @@ def test_muon_leaves_norms_biases_and_experts_to_adamw():
     steps(head, make_optimizer(head, MUON), range(1, 6))
     steps(other, make_optimizer(other, CONFIG), range(1, 6))
     mine, theirs = weights(head), weights(other)
-    assert {name for name in mine if torch.equal(mine[name], theirs[name])} == {"norm", "block.bias", "block.experts"}
+    assert {name for name in mine if torch.equal(mine[name], theirs[name])} == {"norm", "block.bias", "block.experts", "lm_head.weight"}
 
 
 @pytest.mark.parametrize("config", [CONFIG, MUON])
@@ -130,7 +131,7 @@ def test_every_parameter_is_in_one_group_with_its_scale(config):
     names = {parameter: name for name, parameter in head.named_parameters()}
     optimizer = make_optimizer(head, replace(config, lr_scale=LrScaleConfig(norms=3.0, projection=5.0, block=7.0)))
     found = [(names[parameter], group["lr_scale"]) for group in optimizer.param_groups for parameter in group["params"]]
-    assert sorted(found) == [("block.bias", 3.0), ("block.experts", 7.0), ("block.tall", 7.0), ("eh_proj", 5.0), ("norm", 3.0)]
+    assert sorted(found) == [("block.bias", 3.0), ("block.experts", 7.0), ("block.tall", 7.0), ("eh_proj", 5.0), ("lm_head.weight", 5.0), ("norm", 3.0)]
 
 
 # ---------------------------------------------------------------- schedules

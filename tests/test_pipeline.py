@@ -14,7 +14,7 @@ import torch
 
 from eval.run import stage as evaluate
 from mtp_train.checkpoint import checkpoints, load_head
-from mtp_train.config import compose
+from mtp_train.config import compose, read
 from mtp_train.data.shards import ShardReader
 from mtp_train.export import export
 from mtp_train.provenance import Claim
@@ -172,6 +172,50 @@ def test_parts_share_a_corpus_and_merge_to_the_same_rows(overrides, tmp_path):
     for sample in (a[index] for index in range(len(a))):
         assert torch.equal(sample.input_ids, rows[sample.id].input_ids)
         torch.testing.assert_close(sample.hidden_states, rows[sample.id].hidden_states, rtol=0, atol=1e-4)
+
+
+def test_a_capture_without_the_taps_of_a_head_is_refused_and_one_with_more_serves_all(overrides, tmp_path):
+    precompute(compose(*overrides))
+    eagle3 = ("head=eagle3", "head.layout.taps=[1,3]")
+    with pytest.raises(ValueError, match=r"after layers 4 \(post\); the head also reads 1 \(pre\), 3 \(pre\): capture them"):
+        precompute(compose(*overrides, *eagle3))
+    other = [*overrides, f'run_dir="{tmp_path / "other"}"']
+    precompute(compose(*other, *eagle3))
+    assert [(tap.layer, tap.norm) for tap in ShardReader(tmp_path / "other" / "shards" / "train").manifest.taps] == [(1, "pre"), (3, "pre"), (4, "post")]
+    written = read(tmp_path / "other" / "shards" / "config.yaml")
+    assert (written.precompute.tap_layers, written.head.layout["taps"]) == ([1, 3], [1, 3])
+    precompute(compose(*other))  # an MTP head reads less
+
+
+@pytest.mark.slow
+def test_heads_on_one_capture_stand_side_by_side_in_one_report(overrides, tmp_path):
+    precompute(compose(*overrides, "precompute.tap_layers=[1,2,3]"))
+    taps, heads = "head.layout.taps=[1,2,3]", {}
+    arms = {"mtp": (), "eagle1": ("head=eagle1",), "eagle3": ("head=eagle3", taps, "head.draft_vocab_size=64"), "eagle31": ("head=eagle31", taps)}
+    for name, extra in arms.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        os.symlink(tmp_path / "run" / "shards", folder / "shards")
+        config = compose(*overrides, f'run_dir="{folder}"', "export.formats=[hf]", *extra)
+        train(config)
+        export(config)
+        assert load_head(folder / "export" / "hf").info == load_head(checkpoints(folder / "checkpoints")[-1]).info
+        heads[name] = str(folder / "export" / "hf")
+    others = ",".join(f'"{path}"' for name, path in heads.items() if name != "mtp")
+    evaluate(compose(*overrides, f'eval.head="{heads["mtp"]}"', f"eval.heads=[{others}]"))
+    report = json.loads((tmp_path / "run" / "eval" / "report.json").read_text())
+    rows = {row["name"]: row for row in report["heads"]}
+    assert [(row["name"], row["kind"]) for row in report["heads"]] == [(path, "eagle3" if name == "eagle31" else name) for name, path in heads.items()]
+    assert rows[heads["mtp"]]["difference"] == {"value": 0, "low": 0, "high": 0}
+    assert rows[heads["mtp"]]["acceptance_length"] == report["runs"][0]["overall"]["acceptance_length"]
+    assert [rows[path]["state_bytes"] for path in heads.values()] == [256, 256, 1024, 1024]
+    assert all(row["training_flop"] > 0 and row["propose_ms"] > 0 for row in rows.values())
+    for name in heads:
+        value = rows[heads[name]]["acceptance_length"]["value"] - rows[heads["mtp"]]["acceptance_length"]["value"]
+        assert rows[heads[name]]["difference"]["value"] == pytest.approx(value)
+    assert "Heads side by side, K=3" in (tmp_path / "run" / "eval" / "report.md").read_text()
+    with pytest.raises(ValueError, match="draft_vocab_size=256, but the head has an lm_head of its own, of 64 tokens"):
+        evaluate(compose(*overrides, f'eval.head="{heads["eagle3"]}"', "eval.runs.0.draft_vocab_size=256"))
 
 
 def test_changed_settings_do_not_reuse_old_rows(overrides, tmp_path):

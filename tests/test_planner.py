@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from mtp_train import pipeline
 from mtp_train.config import compose
 from mtp_train.heads.base import chained, supervised, unroll
-from mtp_train.heads.table import build_head
+from mtp_train.heads.table import build_head, taps_of
 from mtp_train.interfaces import Batch
 from mtp_train.loss import draft_loss
-from mtp_train.planner import Meter, Sizes, measure, peak_flops, plan, read_target, report, run_hours, stage_seconds, train_flop
+from mtp_train.planner import Meter, Sizes, measure, peak_flops, plan, read_target, report, run_hours, stage_seconds, train_flop, training_flop
 from mtp_train.target.ends import FrozenEnds
 from mtp_train.train import stage as train
 from precompute.run import stage as precompute
@@ -69,10 +69,20 @@ class Counted:
     sizes: Sizes
 
 
+def head_of(kind="mtp", **changes):
+    """As conf/head/ has it; the tiny targets are too shallow for the default taps."""
+    shallow = ["head.layout.taps=[1,2,3]"] if kind.startswith("eagle3") else []
+    return replace(composed("target.path=x", f"head={kind}", *shallow).head, **changes)
+
+
+def num_taps(config):
+    return len(taps_of(config, 4))
+
+
 def count(target, num_steps, share, vocab_size=None, seq_len=32, num_rows=2, **head):
     """Run forward, loss and backward under the counter."""
     torch.manual_seed(0)
-    config = replace(composed("target.path=x").head, **head)
+    config = head_of(**head, draft_vocab_size=vocab_size)
     ends = FrozenEnds(
         target, torch.randn(target.vocab_size, target.hidden_size), torch.ones(target.hidden_size), torch.randn(target.vocab_size, target.hidden_size)
     )
@@ -80,13 +90,13 @@ def count(target, num_steps, share, vocab_size=None, seq_len=32, num_rows=2, **h
     mask[:, seq_len - round(seq_len * share) :] = True
     batch = Batch(
         input_ids=torch.randint(0, target.vocab_size, mask.shape), position_ids=torch.arange(seq_len).expand(mask.shape),
-        document_ids=torch.zeros(mask.shape, dtype=torch.int64), loss_mask=mask, hidden_states=torch.randn(*mask.shape, 1, target.hidden_size),
+        document_ids=torch.zeros(mask.shape, dtype=torch.int64), loss_mask=mask, hidden_states=torch.randn(*mask.shape, num_taps(config), target.hidden_size),
     )  # fmt: skip
     vocab = None if vocab_size is None else torch.arange(vocab_size)
     model = build_head(config, target)
     with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
         rows = supervised(unroll(model, ends, batch, num_steps), batch)
-        sums, _ = draft_loss(ends, rows, composed("target.path=x").train.loss, vocab)
+        sums, _ = draft_loss(ends, rows, composed("target.path=x").train.loss, vocab, model.lm_head_weight)
         sums.loss.backward()
     by_op = {str(op): flop for op, flop in counter.get_flop_counts()["Global"].items()}
     matrices = sum(flop for op, flop in by_op.items() if op in ("aten.mm", "aten.addmm"))
@@ -99,6 +109,10 @@ TARGETS = {
     "llama": (tiny_config("llama", **WIDE), {}),
     "deepseek_v2 experts": (tiny_config("deepseek_v2", **WIDE, experts_implementation="eager"), {"dense_mlp": False}),
     "deepseek_v2 dense": (tiny_config("deepseek_v2", **WIDE), {}),
+    "eagle1": (tiny_config("llama", **WIDE), {"kind": "eagle1"}),
+    "eagle3": (tiny_config("qwen3", **WIDE), {"kind": "eagle3"}),
+    "eagle3, two layers": (tiny_config("llama", **WIDE), {"kind": "eagle3", "num_layers": 2}),
+    "eagle3.1": (tiny_config("llama", **WIDE), {"kind": "eagle31"}),
 }
 
 
@@ -140,6 +154,24 @@ def test_a_step_at_8b_shapes_costs_what_the_bounds_say():
     assert all(256 * (each.matrices + each.attention) / each.share <= 1.03 * known for each in one)
     assert 256 * (three[0].matrices + three[0].attention) <= 1.8 * known
     assert 256 * three[1].matrices + 3 * dense["attention"] <= 1.8 * known  # at T=2048 with causal attention, as the known figure has it
+
+
+@pytest.mark.parametrize(("head", "states", "own"), [("mtp", 1, ()), ("eagle1", 1, ()), ("eagle3", 4, ("lm_head",)), ("eagle31", 4, ("lm_head",))])
+def test_the_storage_of_a_head_is_that_of_its_taps_and_its_own_lm_head_is_trained(head, states, own):
+    config = composed("experiment=llama-3.1-8b", f"head={head}")
+    tables = plan(config)
+    assert tables["storage"]["one token"].value == states * 8192 + 9
+    assert [name for name in tables["parameters"] if name.startswith("lm_head (")] == [f"{name} (its own)" for name in own]
+    assert plan(composed("experiment=llama-3.1-8b", f"head={head}", "precompute.tap_layers=[2,16,29]"))["storage"]["one token"].value == 4 * 8192 + 9
+
+
+def test_flop_of_a_training_are_those_of_its_steps():
+    config = composed("experiment=llama-3.1-8b", "train.unroll_from_step=10", "train.num_steps=30")
+    sizes, options = measure(config.head, read_target(config.target)), config.train
+    one, three = (sum(train_flop(sizes, options.seq_len, k, config.node.supervised_share, 32768).values()) for k in (1, 3))
+    tokens = options.seq_len * options.rows_per_batch * options.accumulation
+    assert training_flop(config, sizes, 4) == pytest.approx(4 * one * tokens)
+    assert training_flop(config, sizes, 30) == pytest.approx((10 * one + 20 * three) * tokens)
 
 
 # ---------------------------------------------------------------- sizes
@@ -188,13 +220,20 @@ def test_targets_have_their_published_size(recipe, published):
 
 def saved_bytes(target, num_steps, **head):
     """Bytes that the head keeps for its backward pass under autocast, per row and step; weights not counted."""
-    model = build_head(replace(composed("target.path=x").head, **head), target)
+    config = head_of(**head)
+    model = build_head(config, target)
     seq_len = 16
     ends = FrozenEnds(
         target, *(torch.randn(*shape) for shape in ((target.vocab_size, target.hidden_size), (target.hidden_size,), (target.vocab_size, target.hidden_size)))
     )
     ids = torch.zeros(1, seq_len, dtype=torch.int64)
-    batch = Batch(ids, torch.arange(seq_len)[None], ids, torch.ones_like(ids, dtype=torch.bool), torch.randn(1, seq_len, 1, target.hidden_size).bfloat16())
+    batch = Batch(
+        ids,
+        torch.arange(seq_len)[None],
+        ids,
+        torch.ones_like(ids, dtype=torch.bool),
+        torch.randn(1, seq_len, num_taps(config), target.hidden_size).bfloat16(),
+    )
     seen = {parameter.untyped_storage().data_ptr(): 0 for parameter in [*model.parameters(), *ends.parameters()]}
 
     def pack(tensor):
@@ -209,10 +248,10 @@ def saved_bytes(target, num_steps, **head):
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "deepseek_v2 dense"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2 dense", "eagle1", "eagle3", "eagle3.1"])
 def test_activations_are_estimated_to_a_quarter(name, num_steps):
     target, head = TARGETS[name]
-    sizes = measure(replace(composed("target.path=x").head, **head), target)
+    sizes = measure(head_of(**head), target)
     assert 2 * sizes.kept == pytest.approx(saved_bytes(target, num_steps, **head), rel=0.25)
 
 
@@ -254,7 +293,7 @@ def test_recipes_fit_their_node(recipe):
 def test_mfu_is_the_planned_speed_turned_round():
     config = composed("experiment=llama-3.1-8b")
     speed, share = plan(config)["training speed"]["of one device"].value, config.node.supervised_share
-    meter = Meter(config, read_target(config.target), config.node.peak_tflops * 1e12)
+    meter = Meter(config, measure(config.head, read_target(config.target)), config.node.peak_tflops * 1e12)
     assert meter.mfu(config.train.unroll_steps, share, speed) == pytest.approx(config.node.train_efficiency)
     assert meter.mfu(1, share, speed) < config.node.train_efficiency
     assert peak_flops(torch.device("cpu")) is None

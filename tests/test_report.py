@@ -68,6 +68,25 @@ def loads_from_outside(text):
     return found + re.findall(r"url\(|@import|https?:", style)
 
 
+# ---------------------------------------------------------------- several heads
+
+
+def test_heads_stand_side_by_side_by_k_with_their_costs(report, tmp_path):
+    one = {"value": 1.9, "low": 1.8, "high": 2.0}
+    row = {"name": "runs/a", "kind": "mtp", "K": 3, "acceptance_length": one, "difference": {"value": 0.0, "low": 0.0, "high": 0.0}, "batch_size": 8,
+           "acceptance_rate_at": [{"value": 0.5, "low": 0.4, "high": 0.6}], "propose_ms": 12.5, "state_bytes": 1152, "num_parameters": 4_200_000,
+           "training_flop": 2.5e13}  # fmt: skip
+    other = row | {"name": "runs/b", "kind": "eagle3", "difference": {"value": -0.12, "low": -0.2, "high": -0.04}, "state_bytes": 4608, "training_flop": None}
+    report["heads"] = [row, other, row | {"K": 1}]
+    text = texts(report, tmp_path)["md"]
+    assert "**Heads side by side, K=3**" in text and "**Heads side by side, K=1**" in text
+    assert "| runs/a | mtp | 1.90 (1.80 to 2.00) | 0.00 (0.00 to 0.00) | 50.0 % (40.0 to 60.0) | 12.50 | 1,152 | 4.20 | 25.00 |" in text.replace(
+        "12.34", "12.35"
+    )
+    assert "| runs/b | eagle3 | 1.90 (1.80 to 2.00) | -0.12 (-0.20 to -0.04) | 50.0 % (40.0 to 60.0) |" in text
+    assert "4,608 | 4.20 | – |" in text
+
+
 # ---------------------------------------------------------------- the golden report
 
 

@@ -78,10 +78,10 @@ def test_round_trip_is_bit_exact(tmp_path: Path, dtype: str, taps: tuple[Tap, ..
     assert reader.supervised.tolist() == [int(s.loss_mask.sum()) for s in samples]
     assert reader.domains == [s.domain for s in samples]
     counts = reader.token_counts(256)
-    assert set(counts) == set(reader.domains)
-    for domain, counted in counts.items():
+    assert counts.keys() == {"domain0", "domain1", "domain2"}
+    for domain, found in counts.items():
         supervised = torch.cat([s.input_ids[s.loss_mask] for s in samples if s.domain == domain])
-        assert torch.equal(counted, torch.stack([(supervised == token).sum() for token in range(256)]))
+        assert torch.equal(found, torch.stack([(supervised == token).sum() for token in range(256)]))
     assert sum(s.tokens for s in manifest.shards) == sum(len(s.input_ids) for s in samples)
     with pytest.raises(IndexError):
         reader[12]
@@ -99,6 +99,29 @@ def test_the_file_is_plain_safetensors_with_a_small_header(tmp_path: Path) -> No
         assert int.from_bytes(file.read(8), "little") < 1000
     save_file(tensors, tmp_path / "b.safetensors")  # the library lays the same tensors out in the same number of bytes, header padding apart
     assert abs((tmp_path / "b.safetensors").stat().st_size - info.bytes) < 200
+
+
+def test_frequent_tokens_and_how_much_of_each_domain_they_cover(tmp_path: Path) -> None:
+    """Targets of one domain 5 5 5 7, of the other 7 9: the two most frequent tokens are 5 and 7."""
+    writer = ShardWriter(tmp_path, HEADER, 100)
+    for domain, ids in (("one", [5, 5, 5, 7]), ("other", [7, 9])):
+        writer.add(Sample(domain, domain, torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool), torch.zeros(len(ids), 2, TARGET.hidden_size)))
+    writer.finish()
+    merge(tmp_path)
+    chosen, shares = ShardReader(tmp_path).frequent_tokens(2, 256)
+    assert chosen.tolist() == [5, 7]
+    assert shares == {"one": 1.0, "other": 0.5}
+
+
+def test_a_reader_picks_taps_in_the_order_asked_for(tmp_path: Path) -> None:
+    header = replace(HEADER, taps=(Tap(1, "pre"), Tap(2, "pre"), Tap(4, "post")))
+    write_part(tmp_path, range(3), header=header)
+    merge(tmp_path)
+    asked = (Tap(2, "pre"), Tap(1, "pre"), Tap(4, "post"))
+    assert torch.equal(ShardReader(tmp_path, taps=asked)[1].hidden_states, make_sample(1, header).hidden_states[:, [1, 0, 2]])
+    assert torch.equal(ShardReader(tmp_path, taps=asked[2:])[1].hidden_states, make_sample(1, header).hidden_states[:, 2:])
+    with pytest.raises(ValueError, match=r"after layers 1 \(pre\), 2 \(pre\), 4 \(post\); the head also reads 3 \(pre\)"):
+        ShardReader(tmp_path, taps=(Tap(3, "pre"), Tap(4, "post")))
 
 
 def test_a_read_sample_may_be_written_to(tmp_path: Path) -> None:

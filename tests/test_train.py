@@ -21,8 +21,10 @@ from mtp_train.data.dataset import collate
 from mtp_train.data.shards import ShardReader
 from mtp_train.heads.base import supervised, unroll
 from mtp_train.heads.table import resolve, taps_of
+from mtp_train.interfaces import Batch
 from mtp_train.loss import draft_loss
 from mtp_train.metrics import read_metrics
+from mtp_train.parallel import uniform_noise
 from mtp_train.setup import set_up
 from mtp_train.spec_decode.predict import walk
 from mtp_train.spec_decode.stats import AcceptanceStats
@@ -35,6 +37,7 @@ GOLDEN = Path(__file__).parent / "golden" / "losses.json"
 TAPS = "head.layout.taps=[1,2,3]"
 HEADS = {"mtp": (), "eagle1": ("head=eagle1",), "eagle3": ("head=eagle3", TAPS, "head.draft_vocab_size=64"), "eagle3.1": ("head=eagle31", TAPS)}
 EVERY_HEAD = pytest.mark.parametrize("head", HEADS)
+PAPER = ("head=eagle1", "train.loss.kind=soft_ce", "train.loss.feature_weight=10", "train.feature_noise=0.1")
 
 
 def run_training(captured, folder, *extra):
@@ -71,9 +74,9 @@ def test_golden_losses_of_ten_steps(captured, tmp_path, head):
     assert losses(other) != pytest.approx(expected, rel=2e-3)
 
 
-@EVERY_HEAD
+@pytest.mark.parametrize("head", [*HEADS, "eagle1, the loss of its paper"])
 def test_resuming_gives_the_same_weights_and_log(captured, tmp_path, head):
-    extra = (*HEADS[head], "train.log_every=4")  # its second line begins before the checkpoint of step 6 and ends after it
+    extra = (*HEADS.get(head, PAPER), "train.log_every=4")  # its second line begins before the checkpoint of step 6 and ends after it
     whole, log = run_training(captured, tmp_path / "whole", *extra)
     run_training(captured, tmp_path / "cut", *extra)
     for path in checkpoints(tmp_path / "cut" / "checkpoints")[1:]:  # as if killed between steps 6 and 12
@@ -116,9 +119,31 @@ def test_a_signal_stops_after_the_step_and_the_run_goes_on_bit_equal(captured, t
     assert steady(log) == steady(log_again)
 
 
+def test_feature_noise_is_bounded_differs_by_row_and_is_only_of_training(captured):
+    run, overrides = captured
+    batch = next(set_up(compose(*overrides, f'run_dir="{run}"')).data.batches(0))
+    noise = uniform_noise(batch, 64, 0.1, seed=0)
+    assert noise.shape == (*batch.input_ids.shape, 64)
+    assert 0.099 < float(noise.abs().max()) <= 0.1
+    assert abs(float(noise.mean())) < 1e-3
+    assert not torch.equal(noise[0], noise[1])
+    alone = Batch(**{name: tensor[1:] for name, tensor in vars(batch).items()})
+    assert torch.equal(uniform_noise(alone, 64, 0.1, seed=0)[0], noise[1]), "a row's noise is its own, whatever stands beside it"
+    assert not torch.equal(uniform_noise(batch, 64, 0.1, seed=1), noise)
+    calm, noisy = (set_up(compose(*overrides, f'run_dir="{run}"', f"train.feature_noise={size}")).replica for size in (0, 0.1))
+    found = []
+    for replica in (calm, noisy):
+        for training in (True, False):
+            replica.module.train(training)
+            found.append(float(replica(batch, 3)[0].loss))
+    assert found[0] != found[2]
+    assert found[1] == found[3]
+
+
+@pytest.mark.parametrize("head", ["eagle1, the loss of its paper", "eagle3"])
 @pytest.mark.parametrize("normalise", ["tokens", "sequences"])
-def test_accumulation_of_four_equals_a_batch_of_four(captured, tmp_path, normalise):
-    common = ("train.num_steps=2", "train.optim.warmup_steps=1", "train.log_every=1", f"train.loss.normalise={normalise}")
+def test_accumulation_of_four_equals_a_batch_of_four(captured, tmp_path, normalise, head):
+    common = (*HEADS.get(head, PAPER), "train.num_steps=2", "train.optim.warmup_steps=1", "train.log_every=1", f"train.loss.normalise={normalise}")
     one, log = run_training(captured, tmp_path / "one", "train.rows_per_batch=4", *common)
     four, log_four = run_training(captured, tmp_path / "four", "train.rows_per_batch=1", "train.accumulation=4", *common)
     for name in one:

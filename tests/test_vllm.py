@@ -34,7 +34,9 @@ from mtp_train.engines.mtp import PLUGIN
 from mtp_train.target.ends import FrozenEnds
 from mtp_train.train import train
 from precompute.run import stage as precompute
+from tests.conftest import source
 from tests.markov import markov_target, quantised, run_overrides, trained_run
+from tests.tiny import save_tiny, tiny_target
 
 pytestmark = [
     pytest.mark.vllm,
@@ -111,6 +113,27 @@ def test_captured_states_equal_the_embedded_engines(trained, tmp_path):
         a, b = mine[place], theirs[index[id]]
         assert torch.equal(a.input_ids, b.input_ids), "regeneration is greedy, so both engines give the same answers"
         torch.testing.assert_close(a.hidden_states, b.hidden_states, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", [(), ENGINE], ids=["embedded", "vllm"])
+def test_a_tap_is_the_residual_after_so_many_blocks(corpus, tmp_path, engine):
+    """Block k adds 2^k to every entry of the residual, and nothing else: the bias of its attention's output."""
+    model = tiny_target("llama", attention_bias=True, num_attention_heads=2, num_key_value_heads=1)
+    with torch.no_grad():
+        for index, layer in enumerate(model.model.layers):
+            layer.mlp.down_proj.weight.zero_()
+            layer.self_attn.o_proj.weight.zero_()
+            layer.self_attn.o_proj.bias.fill_(2**index)
+    target = save_tiny(model, tmp_path / "target")
+    folder = tmp_path / "run"
+    lines = ["experiment=tiny", f'run_dir="{folder}"', f'target.path="{target}"', f"data.train=[{source(corpus / 'train.jsonl')}]", "data.validation=[]"]
+    precompute(compose(*lines, "precompute.regenerate.enabled=false", "precompute.tap_layers=[0,1,2,3,4]", "engine.enforce_eager=true", *engine))
+    ends, reader = FrozenEnds.from_pretrained(target), ShardReader(folder / "shards" / "train")
+    for sample in (reader[index] for index in range(len(reader))):
+        embedded = ends.embed(sample.input_ids)
+        for place, added in enumerate((0, 1, 3, 7, 15)):
+            torch.testing.assert_close(sample.hidden_states[:, place], embedded + added, rtol=0, atol=1e-4)
+        torch.testing.assert_close(sample.hidden_states[:, 5], ends.final_norm(embedded + 15), rtol=1e-4, atol=1e-4)
 
 
 def test_acceptance_equals_the_embedded_engines_to_the_last_counter(trained):

@@ -116,7 +116,7 @@ def _places(chosen: Tensor) -> Tensor:
     return found if len(found) else found.new_zeros(1)
 
 
-def unroll(head: DraftHead, ends: Ends, batch: Batch, num_steps: int) -> Tensor:
+def unroll(head: DraftHead, ends: Ends, batch: Batch, num_steps: int, noise: Tensor | None = None) -> Tensor:
     """The drafted chain of every row at once: what lm_head reads at each step.
 
     Rows are laid flat, without padding: (1, N, …). Steps k >= 1 compute the `chained` rows alone, about the supervised share.
@@ -124,6 +124,7 @@ def unroll(head: DraftHead, ends: Ends, batch: Batch, num_steps: int) -> Tensor:
     Args:
         batch: packed rows; the token fed at step k is always the data's, never the head's own guess.
         num_steps: K.
+        noise: (B, T, H) added to the features of step 0.
 
     Returns:
         (K, B, T, H): entry [k, :, t] predicts token t + k + 2; zero where it was not computed. Rows whose predicted token lies outside
@@ -134,6 +135,8 @@ def unroll(head: DraftHead, ends: Ends, batch: Batch, num_steps: int) -> Tensor:
     going_on = _places(chained(batch, num_steps).flatten()[rows])  # (M,) of the N
     attention = UnrollAttention(documents.flatten()[rows], going_on)
     features = head.fuse(batch.hidden_states.flatten(0, 1)[None, rows].to(ends.dtype))
+    if noise is not None:
+        features = features + noise.flatten(0, 1)[None, rows].to(features.dtype)
     readouts, places = [], []
     for step in range(num_steps):
         if step == 1:
