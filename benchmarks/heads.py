@@ -52,12 +52,11 @@ def capture(run: Path, folder: Path) -> None:
 
 
 def configure(run: Path, folder: Path, seed: int, flop: float, overrides: tuple[str, ...]) -> Config:
-    """The configuration of a head, with the steps that its FLOP allow; the first draft alone for the same share of them as in the demo."""
+    """The configuration of a head, with the steps that its FLOP allow."""
     config = compose(*base(run, folder), f"train.seed={seed}", "train.validate_every=0", "train.save_every=200", *overrides)
     options = config.train
-    share = options.unroll_from_step / options.num_steps
     steps = round(flop * options.num_steps / training_flop(config, measure(config.head, read_target(config.target)), options.num_steps))
-    return replace(config, train=replace(options, num_steps=steps, unroll_from_step=round(share * steps)))
+    return replace(config, train=replace(options, num_steps=steps))
 
 
 def train_arm(run: Path, shards: Path, folder: Path, seed: int, flop: float, overrides: tuple[str, ...]) -> Path:

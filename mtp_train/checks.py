@@ -57,6 +57,8 @@ def check(config: Any) -> None:
     positive(train__num_steps=train.num_steps, train__unroll_steps=train.unroll_steps, train__seq_len=train.seq_len, train__optim__lr=train.optim.lr)
     positive(train__rows_per_batch=train.rows_per_batch, train__accumulation=train.accumulation, train__save_every=train.save_every)
     positive(train__window_shards=train.window_shards)
+    if not 0 <= train.unroll_from < 1:
+        raise ValueError(f"train.unroll_from={train.unroll_from} is not a share from 0 and below 1")
     positive(train__loss__chunk_mib=train.loss.chunk_mib, train__log_every=train.log_every, train__keep_last=train.keep_last)
     positive(data__max_length=config.data.max_length, precompute__num_parts=config.precompute.num_parts, head__num_layers=config.head.num_layers)
     positive(precompute__batch_tokens=config.precompute.batch_tokens, precompute__shard_tokens=config.precompute.shard_tokens)

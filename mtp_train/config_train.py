@@ -90,8 +90,8 @@ class TrainConfig:
     """optimiser steps"""
     unroll_steps: int
     """drafted steps trained at once (training-time test)"""
-    unroll_from_step: int
-    """optimiser steps before this one train the first drafted step alone, which is cheap; 0: unroll from the start"""
+    unroll_from: float
+    """share of the optimiser steps, at the start, that train the first drafted step alone, which is cheap; 0: unroll from the start"""
     seq_len: int
     """tokens of a packed row"""
     rows_per_batch: int

@@ -6,6 +6,7 @@ config. FLOP are those of matrix products, 2 for a multiply and add; tests/test_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,10 +144,17 @@ def train_flop(sizes: Sizes, seq_len: int, num_steps: int, share: float, vocab: 
     }
 
 
+def average_flop(config: Config, sizes: Sizes, share: float) -> dict[str, float]:
+    """As `train_flop`, averaged over the steps of the configured training."""
+    options, vocab = config.train, config.head.draft_vocab_size or sizes.vocab
+    alone, chain = (train_flop(sizes, options.seq_len, num_steps, share, vocab) for num_steps in (1, options.unroll_steps))
+    return {part: options.unroll_from * alone[part] + (1 - options.unroll_from) * chain[part] for part in chain}
+
+
 def training_flop(config: Config, sizes: Sizes, num_steps: int) -> float:
-    """FLOP of a training's first optimiser steps, of one process; those before train.unroll_from_step draft one token."""
+    """FLOP of a training's first optimiser steps, of one process; the first ones (train.unroll_from) draft one token."""
     options, share = config.train, supervised_share(config)[0].value
-    short, vocab = min(num_steps, options.unroll_from_step), config.head.draft_vocab_size or sizes.vocab
+    short, vocab = min(num_steps, math.ceil(options.unroll_from * options.num_steps)), config.head.draft_vocab_size or sizes.vocab
     parts = [(short, 1), (num_steps - short, options.unroll_steps)]
     each = [number * sum(train_flop(sizes, options.seq_len, unrolled, share, vocab).values()) for number, unrolled in parts]
     return sum(each) * options.seq_len * options.rows_per_batch * options.accumulation
@@ -183,10 +191,10 @@ def plan(config: Config) -> dict[str, Table]:
     node, options = config.node, config.train
     share, captured = supervised_share(config)
     vocab = config.head.draft_vocab_size or sizes.vocab
-    flop = train_flop(sizes, options.seq_len, options.unroll_steps, share.value, vocab)
+    flop = average_flop(config, sizes, share.value)
     taps, stored, dtype = *stored_states(config, sizes), config.precompute.state_dtype
     rate = node.peak_tflops * 1e12 * node.train_efficiency / sum(flop.values())
-    steps = f"K = {options.unroll_steps}"
+    steps = f"K = {options.unroll_steps}" + (f", 1 in the first {options.unroll_from:.0%} of the steps" if options.unroll_from else "")
     passes = "forward, both gradients: its own" if sizes.own_lm_head else "forward, gradient of the input"
     return {
         "parameters": {
@@ -300,7 +308,7 @@ def run_hours(config: Config) -> dict[str, float]:
     """Hours of regeneration, capture and training on the whole node, for the tokens that `train.num_steps` read `node.epochs` times."""
     sizes = measure(config.head, read_target(config.target))
     node, options, share = config.node, config.train, supervised_share(config)[0].value
-    flop = train_flop(sizes, options.seq_len, options.unroll_steps, share, config.head.draft_vocab_size or sizes.vocab)
+    flop = average_flop(config, sizes, share)
     rate = node.num_devices * node.peak_tflops * 1e12 * node.train_efficiency / sum(flop.values())
     stored = stored_states(config, sizes)[1]
     tokens = options.num_steps * options.rows_per_batch * options.seq_len * options.accumulation * node.num_devices / node.epochs

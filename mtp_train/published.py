@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoConfig
 
 from mtp_train.checkpoint import HeadInfo, LoadedHead, check_draft_vocab, load_exactly, load_head, vocab_fingerprint
 from mtp_train.engines.row import COPIED_EAGLE, INDIFFERENT, Config, EngineClass, Tensors
+from mtp_train.heads.base import DraftHead
 from mtp_train.heads.table import build_head, taps_of
 from mtp_train.serving import class_of
 from mtp_train.target.ends import FrozenEnds, read_json
@@ -59,7 +59,7 @@ def read_engine(folder: Path, info: HeadInfo, layer_config: Config, target_path:
     head = build_head(info.config, known)
     if kind.layout is not None:
         there, layer = kind.published(config, layer_config)
-        fields = {"head": tuple((one.kind, one.num_layers, one.layout) for one in (build_head(there, known).config, head.config))}
+        fields: dict[str, Any] = {"head": tuple((one.kind, one.num_layers, one.layout) for one in (build_head(there, known).config, head.config))}
         theirs, mine = AutoConfig.for_model(**layer).to_dict(), known.to_dict()
         fields |= {key: (theirs.get(key), mine.get(key)) for key in COPIED_EAGLE if key in layer_config and key not in INDIFFERENT}
         if wrong := [f"{key}: {one} there, {two} here" for key, (one, two) in fields.items() if one != two]:
@@ -93,7 +93,7 @@ def open_head(folder: str | Path, target_path: str, strict: bool = True) -> Load
     return read_published(folder, target_path, strict) if published else load_head(folder)
 
 
-def _fill(folder: Path, kind: EngineClass, head: nn.Module, info: HeadInfo, layer_config: Config, target_path: str | None, strict: bool) -> LoadedHead:
+def _fill(folder: Path, kind: EngineClass, head: DraftHead, info: HeadInfo, layer_config: Config, target_path: str | None, strict: bool) -> LoadedHead:
     """The directory's tensors, in the head."""
     shapes = {name: parameter.shape for name, parameter in head.named_parameters()}
     tensors = read_tensors(folder)

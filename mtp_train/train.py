@@ -59,7 +59,7 @@ def train(config: cfg.Config) -> Path:
             # Forward and backward: every micro-batch is divided by the supervised tokens (or documents) of the whole step, of all ranks.
             parts = next(feed)
             waited = time.perf_counter() - started
-            num_unrolled = 1 if at.step < options.unroll_from_step else options.unroll_steps
+            num_unrolled = 1 if at.step < options.unroll_from * options.num_steps else options.unroll_steps
             divided_by, num_tokens, num_stopped = count(parts, options.loss.normalise, signals.received)
             total: LossSums | None = None
             for part in parts:

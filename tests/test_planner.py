@@ -166,12 +166,14 @@ def test_the_storage_of_a_head_is_that_of_its_taps_and_its_own_lm_head_is_traine
 
 
 def test_flop_of_a_training_are_those_of_its_steps():
-    config = composed("experiment=llama-3.1-8b", "train.unroll_from_step=10", "train.num_steps=30")
+    config = composed("experiment=llama-3.1-8b", "train.unroll_from=0.33", "train.num_steps=30", "train.optim.warmup_steps=2")
     sizes, options = measure(config.head, read_target(config.target)), config.train
     one, three = (sum(train_flop(sizes, options.seq_len, k, config.node.supervised_share, 32768).values()) for k in (1, 3))
     tokens = options.seq_len * options.rows_per_batch * options.accumulation
     assert training_flop(config, sizes, 4) == pytest.approx(4 * one * tokens)
     assert training_flop(config, sizes, 30) == pytest.approx((10 * one + 20 * three) * tokens)
+    planned = plan(replace(config, train=replace(config.train, unroll_from=0.25)))["training FLOP per token of a packed row"]["all"].value
+    assert planned == pytest.approx(0.25 * one + 0.75 * three)
 
 
 # ---------------------------------------------------------------- sizes
@@ -291,7 +293,7 @@ def test_recipes_fit_their_node(recipe):
 
 
 def test_mfu_is_the_planned_speed_turned_round():
-    config = composed("experiment=llama-3.1-8b")
+    config = composed("experiment=llama-3.1-8b", "train.unroll_from=0")
     speed, share = plan(config)["training speed"]["of one device"].value, config.node.supervised_share
     meter = Meter(config, measure(config.head, read_target(config.target)), config.node.peak_tflops * 1e12)
     assert meter.mfu(config.train.unroll_steps, share, speed) == pytest.approx(config.node.train_efficiency)

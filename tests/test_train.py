@@ -295,7 +295,7 @@ def test_wandb_offline_is_a_second_sink(captured, tmp_path):
 
 def test_the_log_counts_every_row_where_the_unroll_begins(captured, tmp_path):
     """A log window that spans the change from one step to the chain keeps both parts."""
-    extra = ("train.num_steps=4", "train.unroll_steps=3", "train.unroll_from_step=2", "train.optim.warmup_steps=1")
+    extra = ("train.num_steps=4", "train.unroll_steps=3", "train.unroll_from=0.5", "train.optim.warmup_steps=1")
     _, fine = run_training(captured, tmp_path / "fine", *extra, "train.log_every=1")
     _, coarse = run_training(captured, tmp_path / "coarse", *extra, "train.log_every=4")
     counts = [line["num_supervised"] for line in fine if "loss" in line]

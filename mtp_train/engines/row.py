@@ -84,7 +84,7 @@ class EngineClass:
             raise ValueError(f"{self.name}: missing {missing}, unknown {unknown}")
         if filled := [name for name in zeros if tensors[name].any()]:
             raise ValueError(f"{self.name}: the head has no {filled}, which must be zero")
-        out = {}
+        out: Tensors = {}
         for key, names in table.items():
             wanted = (sum(shapes[name][0] for name in names), *shapes[names[0]][1:])
             if found[key].shape != wanted:
