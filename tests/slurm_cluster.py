@@ -41,7 +41,7 @@ class Cluster:
 
     def submit(self, *arguments):
         """mtp-submit, as a user runs it; returns what it printed, and the job ids by stage that it told."""
-        done = subprocess.run([sys.executable, "-m", "slurm.submit", *arguments], env=self.env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        done = subprocess.run([sys.executable, "-m", "slurm.submit", *arguments], env=self.env, cwd=ROOT, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         told = [line.split() for line in done.stderr.splitlines()]
         return done.stdout, {words[0]: words[2].rstrip(",") for words in told if words[1:2] == ["job"]}
