@@ -29,8 +29,13 @@ ATTENTION_NAME = "mtp_slots"
 def _grouped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None, **_: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface, without copying shared keys for every query head: in decoding that copy costs most."""
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    """transformers' attention interface, without copying shared keys for every query head: in decoding that copy costs most.
+
+    A mask of as many keys as queries is that of empty slots, so a causal one unless a window cuts it: causal kernels do half of the work.
+    """
+    causal = attention_mask.shape[-1] == attention_mask.shape[-2] > 1 and bool(attention_mask[0, 0, -1, 0])
+    options: dict[str, Any] = {"is_causal": True} if causal else {"attn_mask": attention_mask}
+    out = F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=query.shape[1] != key.shape[1], **options)
     return out.transpose(1, 2), None
 
 
