@@ -13,6 +13,7 @@ With the six tokens  a b c d e f  (loss_mask on d e f) and two steps:
     step 1 reads      c,g_0   d,g_1   e,g_2   f,g_3   -
     step 1 predicts   d*      e*      f*      -       -
 
+A head with taps (EAGLE-3) reads their states of row t in place of h_t, pre-norm; all else is the same, as vLLM feeds every draft head.
 In step k, row t attends to the step-0 keys of rows <= t and to its own keys of steps 1..k: what the engine's chain of drafts sees (`attention.py`).
 """
 
