@@ -116,7 +116,7 @@ class EngineClass:
             marked = "" if t2d is None else f", t2d marks {int(t2d.sum())} tokens"
             what = "does it hold absolute ids, where offsets from the index belong?"
             raise ValueError(f"{self.name}: d2t gives {len(ids)} ids from {int(ids.min())} to {int(ids.max())} of {vocab_size}{marked}: {what}")
-        return rest, ids
+        return rest, ids if len(ids) < vocab_size else None
 
     def published(self, config: Config, target: Config) -> tuple[HeadConfig, Config]:
         """What a directory of this class holds by its config.json: the head, and the config of which its layer is built, at the target's depth.
@@ -126,10 +126,8 @@ class EngineClass:
         if self.layout is None:
             raise ValueError(f"{self.name}: a head of this class is read from a checkpoint or an export of format hf (head.json) alone")
         inner = config.get("transformer_layer_config") or config
-        sizes = {name: inner.get(name) for name in ("hidden_size", "vocab_size")} | {
-            "target_hidden_size": config.get("target_hidden_size") or target["hidden_size"]
-        }
-        for name, there in sizes.items():
+        read = config.get("target_hidden_size") or inner.get("hidden_size")
+        for name, there in (("hidden_size", inner.get("hidden_size")), ("vocab_size", inner.get("vocab_size")), ("target_hidden_size", read)):
             if there != (here := target[name.removeprefix("target_")]):
                 raise ValueError(f"the head's config.json has {name}={there}, the target {here}")
         size = config.get("draft_vocab_size")
