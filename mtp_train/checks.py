@@ -53,21 +53,13 @@ def check(config: Any) -> None:
         positive(eval__runs__num_draft_tokens=run.num_draft_tokens)
     for source in config.data.train + config.data.validation:
         one_of("data.form", source.form, ("auto", "messages", "sharegpt", "text"))
-    train = config.train
-    positive(train__num_steps=train.num_steps, train__unroll_steps=train.unroll_steps, train__seq_len=train.seq_len, train__optim__lr=train.optim.lr)
-    positive(train__rows_per_batch=train.rows_per_batch, train__accumulation=train.accumulation, train__save_every=train.save_every)
-    positive(train__window_shards=train.window_shards)
-    if not 0 <= train.unroll_from < 1:
-        raise ValueError(f"train.unroll_from={train.unroll_from} is not a share from 0 and below 1")
-    positive(train__loss__chunk_mib=train.loss.chunk_mib, train__log_every=train.log_every, train__keep_last=train.keep_last)
     positive(data__max_length=config.data.max_length, precompute__num_parts=config.precompute.num_parts, head__num_layers=config.head.num_layers)
     positive(precompute__batch_tokens=config.precompute.batch_tokens, precompute__shard_tokens=config.precompute.shard_tokens)
     positive(eval__batch_size=config.eval.batch_size, eval__max_new_tokens=config.eval.max_new_tokens)
     if config.precompute.part is not None and not 0 <= config.precompute.part < config.precompute.num_parts:
         raise ValueError(f"precompute.part={config.precompute.part} is not below precompute.num_parts={config.precompute.num_parts}")
-    if train.feature_noise < 0:
-        raise ValueError(f"train.feature_noise={train.feature_noise} is the largest size of a noise: 0 or above")
-    check_optim(train.optim, train.num_steps)
+    train = config.train
+    check_train(train)
     if config.distributed.mode.startswith("zero") and (train.optim.name != "adamw" or train.optim.ema_decay):
         found = f"train.optim.name={train.optim.name}, ema_decay={train.optim.ema_decay}"
         raise ValueError(f"distributed.mode={config.distributed.mode} cuts matrices into flat pieces, {found} need them whole: use ddp")
@@ -81,6 +73,19 @@ def check(config: Any) -> None:
         raise ValueError("eval.steps is empty: it names measure, report or both")
     if config.eval.part is not None and not 0 <= config.eval.part < len(config.eval.runs):
         raise ValueError(f"eval.part={config.eval.part} is not below {len(config.eval.runs)}, the number of eval.runs")
+
+
+def check_train(train: Any) -> None:
+    """Raise ValueError for a training that cannot run."""
+    positive(train__num_steps=train.num_steps, train__unroll_steps=train.unroll_steps, train__seq_len=train.seq_len, train__optim__lr=train.optim.lr)
+    positive(train__rows_per_batch=train.rows_per_batch, train__accumulation=train.accumulation, train__save_every=train.save_every)
+    positive(train__window_shards=train.window_shards)
+    if not 0 <= train.unroll_from < 1:
+        raise ValueError(f"train.unroll_from={train.unroll_from} is not a share from 0 and below 1")
+    positive(train__loss__chunk_mib=train.loss.chunk_mib, train__log_every=train.log_every, train__keep_last=train.keep_last)
+    if train.feature_noise < 0:
+        raise ValueError(f"train.feature_noise={train.feature_noise} is the largest size of a noise: 0 or above")
+    check_optim(train.optim, train.num_steps)
 
 
 def check_cluster(cluster: Any) -> None:
