@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from eval.run import stage as evaluate
-from mtp_train.checkpoint import checkpoints, load_head
+from mtp_train.checkpoint import checkpoints, choose, load_head
 from mtp_train.config import compose, read
 from mtp_train.data.shards import ShardReader
 from mtp_train.export import export
@@ -199,7 +199,7 @@ def test_heads_on_one_capture_stand_side_by_side_in_one_report(overrides, tmp_pa
         config = compose(*overrides, f'run_dir="{folder}"', "export.formats=[hf]", *extra)
         train(config)
         export(config)
-        assert load_head(folder / "export" / "hf").info == load_head(checkpoints(folder / "checkpoints")[-1]).info
+        assert load_head(folder / "export" / "hf").info == load_head(choose(folder / "checkpoints", "best")).info
         heads[name] = str(folder / "export" / "hf")
     others = ",".join(f'"{path}"' for name, path in heads.items() if name != "mtp")
     evaluate(compose(*overrides, f'eval.head="{heads["mtp"]}"', f"eval.heads=[{others}]"))
