@@ -77,6 +77,7 @@ def set_up(config: cfg.Config) -> Setup:
     ends = FrozenEnds.from_pretrained(config.target.path, dtype=dtype).to(device)
     source = warm_start(config) if options.init_from else None
     target_config = AutoConfig.for_model(**source.layer_config) if source else AutoConfig.from_pretrained(config.target.path)
+    sizes = measure(config.head, target_config)  # before DeepSpeed is there: with ZeRO-3 transformers builds no model on the meta device
     own = source is not None and source.head.lm_head is not None
     vocab = source.draft_vocab if source and own else choose_draft_vocab(reader, config.head.draft_vocab_size, info.vocab_size)
     draft_vocab = None if vocab is None else vocab.to(device)
@@ -99,7 +100,6 @@ def set_up(config: cfg.Config) -> Setup:
     replica = make_replica(config.distributed.mode, Objective(head, ends, options, draft_vocab, dtype), optimizer, options, device)
     at, window = resume(found[0], replica, data, options.optim) if found else (Progress(), {})
     peak = peak_flops(device)
-    sizes = measure(config.head, target_config)
     meter = Meter(config, sizes, peak * dist.world_size()) if peak else None
     flop_of = partial(_flop_of_all, config, sizes)
     setup = Setup(device, replica, data, validation, draft_vocab, head_info, target_config.to_dict(), at, window, meter, claim, flop_of)
