@@ -10,7 +10,8 @@ import torch
 
 from eval.engine import Decoded
 from eval.engine_hf import EmbeddedEngine
-from mtp_train.checkpoint import LoadedHead, load_head
+from mtp_train.checkpoint import LoadedHead
+from mtp_train.published import open_head
 from mtp_train.spec_decode.stats import AcceptanceStats, acceptance_length, paired_bootstrap, summarise
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def compare_heads(evaluation: Evaluation, drafted: Sequence[Decoded]) -> list[di
     mine = [one for run, one in zip(options.runs, drafted, strict=True) if run in runs]
     done = [(options.head, first, mine)]
     for folder in options.heads:
-        loaded = load_head(folder)
+        loaded = open_head(folder, config.target.path)
         loaded.info.target.check(evaluation.info, f"the head {folder}")
         engine = EmbeddedEngine(replace(config, eval=replace(options, head=folder, runs=runs)), loaded, stops, longest)
         engine.load(evaluation.engine.dtype)

@@ -359,9 +359,10 @@ def test_a_published_directory_is_measured_exported_again_and_started_from(captu
     os.rename(tmp_path / "a" / "export" / engine_format, published)
 
     short = ("eval.num_prompts=2", "eval.max_new_tokens=8", "eval.speed_prompts=0", f'eval.prompts="{corpus / "heldout.jsonl"}"')
-    evaluate(compose(*base, f'eval.head="{published}"', *short))
+    evaluate(compose(*base, f'eval.head="{published}"', f'eval.heads=["{published}"]', *short))
     report = json.loads((tmp_path / "a" / "eval" / "report.json").read_text())
     assert (report["head"]["kind"], report["lossless"]["num_equal"]) == (head, 2) and report["runs"][0]["overall"]["counters"]["num_drafts"] > 0
+    assert [row["difference"] for row in report["heads"]] == [{"value": 0, "low": 0, "high": 0}] * 2
 
     export(compose(*base, f'export.checkpoint="{published}"', "export.formats=[hf,vllm]"))
     again = load_file(tmp_path / "a" / "export" / "hf" / "head.safetensors")
@@ -372,7 +373,9 @@ def test_a_published_directory_is_measured_exported_again_and_started_from(captu
 
     (tmp_path / "b").mkdir()
     os.symlink(run / "shards", tmp_path / "b" / "shards")
-    started = head_tensors(set_up(warm()).replica.head, set_up(warm()).draft_vocab)
+    setup = set_up(warm())
+    setup.claim.close()
+    started = head_tensors(setup.replica.head, setup.draft_vocab)
     assert all(torch.equal(started[name], tensors[name]) for name in tensors)
     with pytest.raises(ValueError, match=r"holds another head than is configured .*head\.num_layers: 1 there, 2 here"):
         set_up(warm("head.num_layers=2"))

@@ -56,7 +56,7 @@ HEADS = {  # case -> target, its head, the format that vLLM loads
     "eagle1": ("llama_rope3", ("head=eagle1",), "vllm"),
     "eagle3": ("llama_rope3", ("head=eagle3", TAPS, "head.layout.norm_before_residual=true", "head.layout.norm_before_fc=true"), "speculators"),
     "eagle3, draft vocabulary": ("llama_rope3", ("head=eagle3", TAPS, "head.draft_vocab_size=40"), "vllm"),
-    "eagle3.1": ("qwen3", ("head=eagle31", TAPS, "head.draft_vocab_size=60"), "vllm"),
+    "eagle3.1": ("qwen3", ("head=eagle31", TAPS, "head.draft_vocab_size=60", "train.num_steps=30"), "vllm"),  # more accepts nearly all
 }
 TAPPED = {name: f"precompute.tap_layers={[1, 2, 3] if name in [family for family, head, _ in HEADS.values() if head] else []}" for name in TARGETS}
 ENGINE = ("engine=vllm", "engine.in_process=true", "engine.timeout_s=60")
