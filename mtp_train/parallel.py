@@ -209,10 +209,6 @@ def _shard(stage: int, objective: Objective, optimizer: Optimizer, options: Trai
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo" if device.type == "cpu" else "nccl")],
     )
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    if stage == 3 and (own := objective.head.lm_head_weight) is not None:
-        from deepspeed.runtime.zero.partition_parameters import register_external_parameter
-
-        register_external_parameter(objective, own)  # the loss reads it, not the module that holds it
     return accelerator, accelerator.prepare(objective, optimizer)[0]
 
 

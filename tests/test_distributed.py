@@ -88,7 +88,7 @@ def test_every_mode_gives_the_losses_of_one_process_and_resumes_bit_equal(captur
 
 @pytest.mark.parametrize("mode", ["ddp", "zero2", "zero3"])
 def test_a_heads_own_lm_head_trains_in_every_mode(captured, tmp_path, mode):
-    """The loss reads it outside of its module, which sharded weights have to be told."""
+    """The loss reads it outside of the module that holds it."""
     extra = ["head=eagle3", "head.layout.taps=[1,2,3]", "head.draft_vocab_size=64", "train.num_steps=6"]
     train(compose(*line_up(captured, tmp_path / "alone", *extra, "train.rows_per_batch=2")))
     run(tmp_path / "logs", line_up(captured, tmp_path / "run", *extra, f"distributed={mode}", "train.rows_per_batch=1"))
