@@ -363,7 +363,9 @@ def test_a_quantised_target_is_captured_trained_for_and_served(trained, tmp_path
 
 def test_a_dropped_tensor_fails_by_name(trained, tmp_path):
     case, overrides = trained
-    name = {"eagle1": "fc.weight", "eagle3": "layers.0.hidden_norm.weight"}.get(case, "hnorm.weight" if case in TARGETS else "midlayer.hidden_norm.weight")
+    if case not in TARGETS and case != "eagle3, draft vocabulary":
+        pytest.skip("tests/test_published.py drops each tensor of each class; here it is seen before vLLM decodes")
+    name = "hnorm.weight" if case in TARGETS else "midlayer.hidden_norm.weight"
     bad = tmp_path / "bad"
     shutil.copytree(compose(*overrides).eval.vllm_head, bad)
     spoil(bad, lambda tensors: tensors.pop(name))
