@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sysconfig
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from equal_flop import demo_overrides, link_shards, steps_for, with_steps
 
 from mtp_train.config import Config, compose
 from mtp_train.metrics import read_metrics
-from mtp_train.planner import measure, read_target, training_flop
 from mtp_train.setup import set_up
 from mtp_train.train import train, validate
 from precompute.run import stage as precompute
@@ -73,7 +71,7 @@ def capture_long(run: Path, out: Path) -> tuple[Path, tuple[str, ...]]:
     sources = [f"data.{name}=[{{path: '{file}', form: messages, domain: null, split: train, limit: null}}]" for name, file in files.items()]
     precompute(
         compose(
-            *base(run, out / "data"),
+            *demo_overrides(run, out / "data"),
             *sources,
             "precompute.steps=[corpus,rows,capture,merge,verify]",
             "data.max_length=5120",
@@ -83,19 +81,11 @@ def capture_long(run: Path, out: Path) -> tuple[Path, tuple[str, ...]]:
     return out / "data" / "shards", ("train.seq_len=5120",)
 
 
-def base(run: Path, folder: Path) -> list[str]:
-    """The demo's configuration, of the target that the run was captured from."""
-    cache = json.loads((run / "shards" / "train" / "manifest.json").read_text())["target"]["name"]
-    return ["experiment=demo", f"run_dir='{folder}'", f"target.path='{cache}'"]
-
-
 def configure(run: Path, folder: Path, seed: int, flop: float, overrides: tuple[str, ...]) -> Config:
     """The configuration of an arm, with the steps that its FLOP allow."""
     fixed = [f"train.seed={seed}", "train.unroll_from=0", "train.validate_every=0", "train.save_every=100000", "train.optim.warmup_steps=5"]
-    config = compose(*base(run, folder), *fixed, *overrides)
-    sizes, whole = measure(config.head, read_target(config.target)), config.train.num_steps
-    steps = max(10, round(flop * whole / training_flop(config, sizes, whole)))
-    return replace(config, train=replace(config.train, num_steps=steps))
+    config = compose(*demo_overrides(run, folder), *fixed, *overrides)
+    return with_steps(config, max(10, steps_for(config, flop)))
 
 
 def run_arm(run: Path, shards: Path, folder: Path, seed: int, flop: float, overrides: tuple[str, ...]) -> dict[str, Any]:
@@ -103,9 +93,7 @@ def run_arm(run: Path, shards: Path, folder: Path, seed: int, flop: float, overr
     result = folder / "result.json"
     if result.exists():
         return json.loads(result.read_text())
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "shards").exists():
-        os.symlink(shards.resolve(), folder / "shards")
+    link_shards(shards, folder)
     config = configure(run, folder, seed, flop, overrides)
     train(config)
     figures = validate(set_up(config), JUDGED_STEPS)

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from equal_flop import demo_overrides, link_shards, steps_for, with_steps
 
 from eval.run import stage as evaluate
 from mtp_train.checkpoint import checkpoints
 from mtp_train.config import Config, compose
-from mtp_train.planner import measure, read_target, training_flop
 from mtp_train.train import stage as train
 from precompute.run import stage as precompute
 
@@ -38,9 +36,8 @@ DRAFTED = (3, 1, 5)
 
 
 def base(run: Path, folder: Path) -> list[str]:
-    """The demo's configuration, of the target that the run was captured from."""
-    target = json.loads((run / "shards" / "train" / "manifest.json").read_text())["target"]["name"]
-    return ["experiment=demo", f"run_dir='{folder}'", f"target.path='{target}'", f"eval.prompts='{run / 'data' / 'heldout.jsonl'}'"]
+    """The demo's configuration, and its held-out prompts."""
+    return [*demo_overrides(run, folder), f"eval.prompts='{run / 'data' / 'heldout.jsonl'}'"]
 
 
 def capture(run: Path, folder: Path) -> None:
@@ -54,16 +51,12 @@ def capture(run: Path, folder: Path) -> None:
 def configure(run: Path, folder: Path, seed: int, flop: float, overrides: tuple[str, ...]) -> Config:
     """The configuration of a head, with the steps that its FLOP allow."""
     config = compose(*base(run, folder), f"train.seed={seed}", "train.validate_every=0", "train.save_every=200", *overrides)
-    options = config.train
-    steps = round(flop * options.num_steps / training_flop(config, measure(config.head, read_target(config.target)), options.num_steps))
-    return replace(config, train=replace(options, num_steps=steps))
+    return with_steps(config, steps_for(config, flop))
 
 
 def train_arm(run: Path, shards: Path, folder: Path, seed: int, flop: float, overrides: tuple[str, ...]) -> Path:
     """Train one head; returns its last checkpoint."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "shards").exists():
-        os.symlink(shards.resolve(), folder / "shards")
+    link_shards(shards, folder)
     train(configure(run, folder, seed, flop, overrides))
     return checkpoints(folder / "checkpoints")[-1]
 

@@ -45,13 +45,11 @@ def _identity_gain(*paths: str) -> Fault:
 
 
 def _without(path: str, head: Any, gain: Tensor) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(head.get_submodule(parent), name, torch.nn.Identity())
+    head.set_submodule(path, torch.nn.Identity())
 
 
 def _added_norm(path: str, head: Any, gain: Tensor) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(head.get_submodule(parent), name, head.block.make_norm(len(gain)).to(gain))
+    head.set_submodule(path, head.block.make_norm(len(gain)).to(gain))
 
 
 def _pre_norm_state(head: Any, gain: Tensor) -> None:

@@ -13,12 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from eval.engine import Decoded
 from eval.faults import faults_of, spoiled
 from eval.prompts import Prompt
 from mtp_train import config as cfg
+from mtp_train.checkpoint import vocab_fingerprint
 from mtp_train.published import read_engine
 from mtp_train.spec_decode.engine import Completion
 from mtp_train.spec_decode.stats import AcceptanceStats
@@ -125,11 +124,6 @@ def verdict(found: list[dict[str, Any]], num_prompts: int, num_drafts: int, rate
     return True, ("equal to the last counter" if not found else f"{len(found)} near-ties, else equal") + note
 
 
-def equal_vocab(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two draft vocabularies, or the lack of them, are the same."""
-    return a is b if a is None or b is None else a.tolist() == b.tolist()
-
-
 def compare_engines(evaluation: Any, drafted: list[Decoded], engines: dict[str, Callable[..., Any]]) -> list[dict[str, Any]]:
     """One row for each greedy run: counters of both engines and of the prediction from shards, and the verdict."""
     mine = evaluation.engine
@@ -140,9 +134,9 @@ def compare_engines(evaluation: Any, drafted: list[Decoded], engines: dict[str, 
         if run.temperature > 0:
             continue
         drafted_from, same = mine.draft_vocab(run), run
-        if not equal_vocab(drafted_from, other.draft_vocab(run)):  # some classes lose the head's own
+        if vocab_fingerprint(drafted_from) != vocab_fingerprint(other.draft_vocab(run)):  # some classes lose the head's own
             same = replace(run, draft_vocab_size=evaluation.info.vocab_size if drafted_from is None else len(drafted_from))
-        if not equal_vocab(drafted_from, other.draft_vocab(same)):
+        if vocab_fingerprint(drafted_from) != vocab_fingerprint(other.draft_vocab(same)):
             evaluation.warnings.append(f"parity, {evaluation.name_of(run)}: the engines draft from different vocabularies; not compared")
             continue
         there = other.decode(same, evaluation.prompts, evaluation.options.batch_size, evaluation.options.max_new_tokens, f"parity, {evaluation.name_of(run)}")

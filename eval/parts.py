@@ -35,11 +35,11 @@ def read(report_dir: Path, part: int, mark: dict[str, Any]) -> dict[str, Any]:
     path = path_of(report_dir, part)
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there: measure it first, with eval.part={part}")
-    if not is_there(report_dir, part, mark):
-        found = json.loads(path.read_text())["mark"]
+    kept = json.loads(path.read_text())
+    if (found := kept["mark"]) != mark:
         different = [f"{key}: {found.get(key)!r} there, {value!r} here" for key, value in mark.items() if found.get(key) != value]
         raise ValueError(f"{path} was measured otherwise ({'; '.join(different)}): measure it again, with eval.part={part}")
-    return json.loads(path.read_text())["report"]
+    return kept["report"]
 
 
 def join(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -228,10 +228,10 @@ def reproduce(config: cfg.Config) -> dict[str, Any]:
     return {"command": shlex.join(["mtp-eval", *sys.argv[1:]]), "config": yaml.safe_dump(asdict(config), sort_keys=False), "provenance": provenance()}
 
 
-def mark_of(config: cfg.Config) -> dict[str, Any]:
+def mark_of(config: cfg.Config, head_step: int) -> dict[str, Any]:
     """What a report is a report of, as JSON has it."""
     options = {key: value for key, value in asdict(config.eval).items() if key not in ("steps", "part")}
-    mark = options | asdict(config.engine) | {"head_step": open_head(config.eval.head, config.target.path).info.step, "target": config.target.path}
+    mark = options | asdict(config.engine) | {"head_step": head_step, "target": config.target.path}
     return json.loads(json.dumps(mark))
 
 
@@ -240,19 +240,19 @@ def alone(config: cfg.Config, part: int) -> cfg.Config:
     return replace(config, eval=replace(config.eval, runs=[config.eval.runs[part]], part=None))
 
 
-def measure_part(config: cfg.Config, part: int, report_dir: Path) -> None:
+def measure_part(config: cfg.Config, part: int, report_dir: Path, head_step: int) -> None:
     """Measure one run, unless that was done."""
     one = alone(config, part)
-    mark = mark_of(one)
+    mark = mark_of(one, head_step)
     if parts.is_there(report_dir, part, mark):
         log.info("part %d is complete: %s", part, parts.path_of(report_dir, part))
         return
     parts.write(report_dir, part, mark, Evaluation(one).report())
 
 
-def joined(config: cfg.Config, report_dir: Path) -> dict[str, Any]:
+def joined(config: cfg.Config, report_dir: Path, head_step: int) -> dict[str, Any]:
     """The report of all parts; it names the machine that measured."""
-    found = [parts.read(report_dir, part, mark_of(alone(config, part))) for part in range(len(config.eval.runs))]
+    found = [parts.read(report_dir, part, mark_of(alone(config, part), head_step)) for part in range(len(config.eval.runs))]
     report = parts.join(found)
     return report | {"reproduce": reproduce(config) | {"provenance": report["reproduce"]["provenance"]}}
 
@@ -260,16 +260,17 @@ def joined(config: cfg.Config, report_dir: Path) -> dict[str, Any]:
 def stage(config: cfg.Config) -> None:
     """The command mtp-eval: does nothing when the report of this very head and configuration is there."""
     report_dir = Path(config.run_dir) / ("eval" if config.engine.name == "embedded" else f"eval-{config.engine.name}")
+    head_step = open_head(config.eval.head, config.target.path).info.step
     if config.eval.part is not None:
-        measure_part(config, config.eval.part, report_dir)
+        measure_part(config, config.eval.part, report_dir, head_step)
         return
-    mark, stamp = mark_of(config), report_dir / "done.json"
+    mark, stamp = mark_of(config, head_step), report_dir / "done.json"
     if stamp.exists() and json.loads(stamp.read_text()) == mark:
         log.info("the report is complete: %s", report_dir / "report.html")
         report = json.loads((report_dir / "report.json").read_text())
     else:
         stamp.unlink(missing_ok=True)
-        report = Evaluation(config).report() if "measure" in config.eval.steps else joined(config, report_dir)
+        report = Evaluation(config).report() if "measure" in config.eval.steps else joined(config, report_dir, head_step)
         write_report(report, report_dir)
         write_provenance(report_dir, asdict(config))
         for card in write_figures(Path(config.eval.head), report, report_dir):

@@ -70,8 +70,9 @@ def model_card(info: HeadInfo, kind: EngineClass, why: str) -> str:
 def check_written(folder: Path, name: str, loaded: LoadedHead) -> None:
     """Read the directory back and compare every tensor."""
     again = load_head(folder) if name == "hf" else read_engine(folder, loaded.info, loaded.layer_config)
+    written = head_tensors(again.head, None)
     for key, tensor in head_tensors(loaded.head, None).items():
-        assert torch.equal(head_tensors(again.head, None)[key], tensor), f"{folder}: {key} was not written as it is"
+        assert torch.equal(written[key], tensor), f"{folder}: {key} was not written as it is"
 
 
 def export(config: cfg.Config) -> None:

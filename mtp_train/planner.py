@@ -262,6 +262,13 @@ def memory(config: Config, sizes: Sizes, vocab: int, share: float) -> Table:
     return {**lines, "all": Figure(total, "B", f"{fits} in {config.node.memory_gb:g} GB (node.memory_gb)")}
 
 
+def run_tokens(config: Config) -> tuple[int, float]:
+    """Tokens of an optimiser step of the whole node, and the corpus tokens that `train.num_steps` read `node.epochs` times."""
+    options = config.train
+    step = options.rows_per_batch * options.seq_len * options.accumulation * config.node.num_devices
+    return step, options.num_steps * step / config.node.epochs
+
+
 def stage_seconds(config: Config, sizes: Sizes, rate: float, stored: int, share: float) -> dict[str, float]:
     """Seconds that each stage spends on one corpus token, on the whole node; training reads it `node.epochs` times."""
     node, forward = config.node, 2 * sizes.target_active / (config.node.peak_tflops * 1e12 * config.node.num_devices)
@@ -279,8 +286,7 @@ def hours(config: Config, sizes: Sizes, rate: float, stored: int, share: float, 
     seconds = stage_seconds(config, sizes, rate, stored, share)
     by_time, by_disk = node.hours * 3600 / sum(seconds.values()), node.disk_tb * 1e12 / stored
     budget = min(by_time, by_disk)
-    step_tokens = options.rows_per_batch * options.seq_len * options.accumulation * node.num_devices
-    tokens = options.num_steps * step_tokens / node.epochs
+    step_tokens, tokens = run_tokens(config)
     assumes = {
         "regeneration": f"prompts at the efficiency of capture, answers decoded at {node.decode_efficiency:.0%} of the peak (assumed: node.decode_efficiency)"
         if config.precompute.regenerate.enabled
@@ -307,11 +313,10 @@ def hours(config: Config, sizes: Sizes, rate: float, stored: int, share: float, 
 def run_hours(config: Config) -> dict[str, float]:
     """Hours of regeneration, capture and training on the whole node, for the tokens that `train.num_steps` read `node.epochs` times."""
     sizes = measure(config.head, read_target(config.target))
-    node, options, share = config.node, config.train, supervised_share(config)[0].value
+    node, share = config.node, supervised_share(config)[0].value
     flop = average_flop(config, sizes, share)
     rate = node.num_devices * node.peak_tflops * 1e12 * node.train_efficiency / sum(flop.values())
-    stored = stored_states(config, sizes)[1]
-    tokens = options.num_steps * options.rows_per_batch * options.seq_len * options.accumulation * node.num_devices / node.epochs
+    stored, (_, tokens) = stored_states(config, sizes)[1], run_tokens(config)
     return {stage: seconds * tokens / 3600 for stage, seconds in stage_seconds(config, sizes, rate, stored, share).items()}
 
 

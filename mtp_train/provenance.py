@@ -286,8 +286,13 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def config_yaml(config: dict[str, Any]) -> str:
+    """The text of a `config.yaml`."""
+    return str(yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=1000))
+
+
 def write_provenance(out_dir: str | Path, config: dict[str, Any]) -> None:
     """Write `config.yaml` (the resolved configuration) and `provenance.json` into `out_dir`."""
     out_dir = Path(out_dir)
-    atomic_write(out_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=1000))
+    atomic_write(out_dir / "config.yaml", config_yaml(config))
     atomic_write(out_dir / "provenance.json", json.dumps(provenance(), indent=1) + "\n")

@@ -63,9 +63,9 @@ class Stage:
     tasks: tuple[Task, ...]
 
     @property
-    def fingerprint(self) -> str:
-        """Of all its tasks."""
-        return fingerprint([[task.label, task.fingerprint] for task in self.tasks])
+    def fingerprints(self) -> dict[str, str]:
+        """Of its tasks, by label."""
+        return {task.label: task.fingerprint for task in self.tasks}
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mtp_train import config as cfg
-from mtp_train.provenance import atomic_write, write_provenance
+from mtp_train.provenance import atomic_write, config_yaml, write_provenance
 from slurm.chain import Point, Stage
 
 
@@ -33,11 +31,11 @@ class Entry:
 
     @classmethod
     def of(cls, job: str, submission: str, stage: Stage) -> Entry:
-        return cls(job, submission, {task.label: task.fingerprint for task in stage.tasks})
+        return cls(job, submission, stage.fingerprints)
 
     def covers(self, stage: Stage) -> bool:
         """Whether it was submitted with these very settings."""
-        return self.tasks == {task.label: task.fingerprint for task in stage.tasks}
+        return self.tasks == stage.fingerprints
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,14 @@ def read(run_dir: Path) -> Record | None:
         return None
     found = json.loads(path.read_text())
     return Record(found["cwd"], found["submission"], {name: Entry(**entry) for name, entry in found["stages"].items()})
+
+
+def read_submitted(run_dir: Path) -> Record:
+    """As `read`. Raises FileNotFoundError where nothing was submitted."""
+    known = read(run_dir)
+    if known is None:
+        raise FileNotFoundError(f"{run_dir} holds no slurm/stages.json: nothing was submitted from there")
+    return known
 
 
 def write(run_dir: Path, record: Record) -> None:
@@ -85,8 +91,7 @@ def save(folder: Path, config: cfg.Config, points: list[Point], files: dict[str,
         (folder / "points").mkdir()
         atomic_write(folder / "points.json", json.dumps([{"name": one.name, "overrides": one.overrides} for one in points], indent=1, ensure_ascii=False))
     for point in points:
-        text = yaml.safe_dump(asdict(point.config), sort_keys=False, allow_unicode=True, width=1000)
-        atomic_write(folder / "points" / f"{point.name}.yaml", text)
+        atomic_write(folder / "points" / f"{point.name}.yaml", config_yaml(asdict(point.config)))
     for name, text in files.items():
         atomic_write(folder / name, text)
 

@@ -22,9 +22,7 @@ HEAD = ("stage", "job", "state", "tasks", "time", "progress")
 def table(run_dir: Path, now: float) -> str:
     """The table, and below it what failed. Raises FileNotFoundError where nothing was submitted."""
     run_dir = run_dir.absolute()
-    known = record.read(run_dir)
-    if known is None:
-        raise FileNotFoundError(f"{run_dir} holds no slurm/stages.json: nothing was submitted from there")
+    known = record.read_submitted(run_dir)
     os.chdir(known.cwd)
     config, points = record.load(run_dir / "slurm" / known.submission, [])
     every = [name for name in SUBMIT_STAGES if name in known.stages or name in config.submit.stages]

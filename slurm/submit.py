@@ -105,9 +105,7 @@ def compose(overrides: list[str]) -> Request:
 
 def saved(run_dir: Path, overrides: list[str]) -> Request:
     """As it was submitted last. Raises FileNotFoundError where nothing was."""
-    known = record.read(run_dir)
-    if known is None:
-        raise FileNotFoundError(f"{run_dir} holds no slurm/stages.json: nothing was submitted from there")
+    known = record.read_submitted(run_dir)
     config, points = record.load(run_dir / "slurm" / known.submission, overrides)
     return Request(config, points, Path(known.cwd))
 

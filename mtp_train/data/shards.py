@@ -14,7 +14,7 @@ import logging
 import shutil
 import threading
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -290,13 +290,12 @@ class ShardReader:
 
     def token_counts(self, vocab_size: int) -> dict[str, Tensor]:
         """How often each token (V,) is a training target, by domain."""
-        counts: dict[str, Tensor] = {}
+        counts: dict[str, Tensor] = defaultdict(lambda: torch.zeros(vocab_size, dtype=torch.int64))
         for shard in map(self._shard, range(len(self.manifest.shards))):
             ids, mask = shard.file.get_tensor("input_ids"), shard.file.get_tensor("loss_mask")
             for domain, (start, stop) in zip(shard.names[1], pairwise(shard.offsets), strict=True):
-                of_domain = counts.setdefault(domain, torch.zeros(vocab_size, dtype=torch.int64))
                 found = ids[start:stop][mask[start:stop]]
-                of_domain.index_add_(0, found, torch.ones_like(found))
+                counts[domain].index_add_(0, found, torch.ones_like(found))
         return counts
 
     def frequent_tokens(self, size: int, vocab_size: int) -> tuple[Tensor, dict[str, float]]:
