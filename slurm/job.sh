@@ -64,7 +64,8 @@ attempt() { # one command, in a step of its own; its exit code
 }
 
 run() { # a command until it is done: stopped ones are queued again, failed ones tried @{retries} times more
-  local code tries=0
+  local code tries=0 most=$((1 + @{retries}))
+  [ "$restarts" -eq 0 ] || most=$((most + 1)) # of a start whose node was lost, srun may live on there and kill this start's step: it has the same number
   while [ -z "$stopped" ]; do
     attempt "$@"
     code=$?
@@ -72,8 +73,8 @@ run() { # a command until it is done: stopped ones are queued again, failed ones
     [ -z "$stopped" ] || break
     [ "$code" -ne 75 ] || requeue "itself (exit code 75)"
     tries=$((tries + 1))
-    [ "$tries" -le @{retries} ] || fail "exit code $code, after $tries attempts"
-    echo "== $(date -u +%FT%TZ) exit code $code: attempt $((tries + 1)) of $((@{retries} + 1))" >&2
+    [ "$tries" -lt "$most" ] || fail "exit code $code, after $tries attempts"
+    echo "== $(date -u +%FT%TZ) exit code $code: attempt $((tries + 1)) of $most" >&2
   done
   [ "$stopped" = limit ] || { echo "== taken away by SLURM. If by the time limit, cluster.signal_lead_s=@{lead} is too short for a step and a checkpoint"; exit 75; }
   requeue "the time limit"

@@ -231,7 +231,10 @@ def test_cancelled_and_resumed_and_its_node_lost(cluster, capture):
     name, id = task(capture)
     node = cluster.facts(name)["NodeList"]
     cluster.lose(node, id, signal.SIGKILL)
+    cluster.until(lambda: cluster.facts(name)["Restarts"] == "1" and samples(capture) > kept + 60, again.values())
+    cluster("scancel", f"{id}.0")  # as srun does when it learns, on a node that was cut off, that it has been lost: the new step has the same number
     capture.succeed(again)
+    assert "attempt 2 of 2" in capture.log(name)
     assert cluster.facts(name)["Restarts"] == "1"
     assert cluster.facts(name)["NodeList"] != node
     assert_whole(capture)
@@ -251,7 +254,7 @@ def test_an_orphan_stops_when_its_replacement_has_begun(cluster, capture):
             os.kill(pid, signal.SIGCONT)
     cluster.until(lambda: not lost.keys() & cluster.processes(id).keys(), [name])
     assert "== replaced (now JobState=" in capture.log(name)
-    assert not list((capture.folder / "slurm" / "failed").iterdir())
+    assert not list((capture.folder / "slurm" / "failed").iterdir()), cluster.explain(capture.jobs.values())
     capture.succeed(capture.jobs)
     assert_whole(capture)
 
