@@ -67,7 +67,7 @@ def source_prompts(path: Path, num: int, seed: int, tokens: tuple[int, int]) -> 
 
 def capture_long(run: Path, out: Path) -> tuple[Path, tuple[str, ...]]:
     """Regenerate and capture answers to long prompts with the demo's target; returns their shards and what training needs beside."""
-    files = {name: source_prompts(out / f"{name}.jsonl", num, seed, (2000, 4000)) for name, num, seed in (("train", 32, 1), ("validation", 8, 2))}
+    files = {name: source_prompts(out / f"{name}.jsonl", num, seed, (2000, 4000)) for name, num, seed in (("train", 24, 1), ("validation", 6, 2))}
     sources = [f"data.{name}=[{{path: '{file}', form: messages, domain: null, split: train, limit: null}}]" for name, file in files.items()]
     precompute(
         compose(

@@ -40,6 +40,7 @@ def test_a_measured_length_comes_before_a_predicted_one(tmp_path):
     assert checkpoints(tmp_path) == [second, third]
 
 
+@pytest.mark.slow
 def test_each_checkpoint_gets_the_acceptance_that_decoding_it_gives(overrides, tmp_path):
     config = compose(*overrides)
     for stage in (precompute, train):

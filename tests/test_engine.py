@@ -71,8 +71,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("num_draft", [1, 2, 5])
+@pytest.mark.parametrize(("num_draft", "batch"), [(1, 4), (2, 4), (5, 1)])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_greedy_output_equals_plain_decoding(kind, num_draft, batch):
     model = tiny_target("llama")

@@ -34,6 +34,7 @@ def without_times(found):
     return {key: value for key, value in found.items() if key not in ("created", "speed", "reproduce")} | {"speed": speed}
 
 
+@pytest.mark.slow
 def test_parts_join_to_the_report_that_is_measured_at_once(trained, tmp_path):
     evaluate(compose(*trained))
     whole = report(tmp_path)
@@ -59,6 +60,7 @@ def test_parts_join_to_the_report_that_is_measured_at_once(trained, tmp_path):
     assert (tmp_path / "run" / "eval" / "done.json").exists()
 
 
+@pytest.mark.slow
 def test_a_part_that_is_missing_or_of_other_settings_is_refused(trained):
     evaluate(compose(*trained, "eval.part=0"))
     evaluate(compose(*trained, "eval.part=1"))

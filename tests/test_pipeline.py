@@ -109,6 +109,7 @@ def test_wrong_values_are_refused_by_name(overrides, extra, message):
         precompute(compose(*overrides, extra))
 
 
+@pytest.mark.slow
 def test_an_unknown_override_is_one_clear_line_on_the_command_line(overrides, tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-m", "mtp_train.export", *overrides, "train.lr=1"], cwd=tmp_path, capture_output=True, text=True, env=env)

@@ -202,6 +202,7 @@ def listing(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix != ".lock"}
 
 
+@pytest.mark.slow
 def test_killed_anywhere_and_resumed_equals_undisturbed(tmp_path: Path) -> None:
     root = Path(__file__).parent.parent
     command = [sys.executable, "-c", f"from tests.test_shards import sweep; sweep({str(tmp_path)!r})"]

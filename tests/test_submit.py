@@ -403,6 +403,7 @@ def test_a_sweep_over_what_is_captured_is_refused(slurm):
         run("sweep=data.max_length=50,60")
 
 
+@pytest.mark.slow
 def test_a_wider_sweep_runs_its_new_points_alone(slurm):
     run("sweep=train.optim.lr=1e-3,2e-3")
     settle(slurm)

@@ -274,6 +274,7 @@ def test_walk_jumps_over_what_was_accepted():
     assert total.num_accepted_tokens_per_pos == (2, 2, 0)
 
 
+@pytest.mark.slow
 def test_bfloat16_autocast_stays_near_float32(captured, tmp_path):
     extra = ("train.num_steps=6", "train.log_every=1")
     exact, log = run_training(captured, tmp_path / "float32", *extra)

@@ -89,20 +89,30 @@ def captured(tmp_path_factory):
     return capture
 
 
-@pytest.fixture(scope="module", params=HEADS)
-def trained(request, captured, tmp_path_factory):
-    """(case, overrides) of a run that trained on what vLLM captured, and exported."""
-    family, head, engine_format = HEADS[request.param]
-    (target, states), folder = captured(family), tmp_path_factory.mktemp("head")
-    where = f'eval.vllm_head="{folder / "run" / "export" / engine_format}"'
-    more = (*ENGINE, *head, f"export.formats=[{engine_format},hf]", where, TAPPED[family])
-    return request.param, trained_run(folder, target, *more, captured=states)
+@pytest.fixture(scope="module")
+def trained(captured, tmp_path_factory):
+    """case of HEADS -> overrides of a run that trained on what vLLM captured, and exported."""
+
+    @cache
+    def train_case(case):
+        family, head, engine_format = HEADS[case]
+        (target, states), folder = captured(family), tmp_path_factory.mktemp("head")
+        where = f'eval.vllm_head="{folder / "run" / "export" / engine_format}"'
+        more = (*ENGINE, *head, f"export.formats=[{engine_format},hf]", where, TAPPED[family])
+        return trained_run(folder, target, *more, captured=states)
+
+    return train_case
 
 
-def test_captured_states_equal_the_embedded_engines(trained, tmp_path):
-    case, overrides = trained
-    if case not in TARGETS:
-        pytest.skip("its states are those of the target's other head")
+@pytest.fixture
+def llama(trained):
+    """Of the MTP head of the first target: enough where neither target nor head matters."""
+    return trained("llama_rope3")
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_captured_states_equal_the_embedded_engines(trained, tmp_path, family):
+    overrides = trained(family)
     mine = ShardReader(Path(compose(*overrides).run_dir) / "shards" / "train")
     assert mine.manifest.engine["name"] == "vllm"
     other = compose(*overrides, "engine=embedded", f'run_dir="{tmp_path}"')
@@ -136,8 +146,9 @@ def test_a_tap_is_the_residual_after_so_many_blocks(corpus, tmp_path, engine):
         torch.testing.assert_close(sample.hidden_states[:, 5], ends.final_norm(embedded + 15), rtol=1e-4, atol=1e-4)
 
 
-def test_acceptance_equals_the_embedded_engines_to_the_last_counter(trained):
-    case, overrides = trained
+@pytest.mark.parametrize("case", HEADS)
+def test_acceptance_equals_the_embedded_engines_to_the_last_counter(trained, case):
+    overrides = trained(case)
     ways, is_mtp = [(k, 0.0, "greedy", "null") for k in (3, 1, 5)], case in TARGETS
     speed = ("eval.speed_prompts=2", "eval.speed_batch_sizes=[1,4]") if is_mtp else ()
     report = report_of(overrides, runs(*ways), "eval.parity=true", *speed)
@@ -157,13 +168,10 @@ def test_acceptance_equals_the_embedded_engines_to_the_last_counter(trained):
     assert [one["draft_vocab_size"] for one in report["runs"]] == [{"eagle3, draft vocabulary": 40, "eagle3.1": 60}.get(case)] * 3
 
 
-def test_sampled_acceptance_is_within_the_interval(trained):
-    family, overrides = trained
-    if family != "llama_rope3":
-        pytest.skip("one target is enough: verification does not depend on it")
+def test_sampled_acceptance_is_within_the_interval(llama):
     ways = runs((3, 1.0, "probabilistic", "null"), (3, 1.0, "greedy", "null"))
-    found = report_of(overrides, ways, "eval.self_checks=false")
-    config = compose(*overrides, ways, "engine=embedded")
+    found = report_of(llama, ways, "eval.self_checks=false")
+    config = compose(*llama, ways, "engine=embedded")
     evaluate(config)
     expected = json.loads((Path(config.run_dir) / "eval" / "report.json").read_text())
     for one, other in zip(found["runs"], expected["runs"], strict=True):
@@ -229,14 +237,11 @@ def serving(kind):
         "the embedding is not the target's",
     ],
 )
-def test_a_wiring_fault_in_the_engines_own_code_is_named(trained, fault):
-    family, overrides = trained
-    if family != "llama_rope3":
-        pytest.skip("one target is enough: the faults are of the head")
-    gain = FrozenEnds.from_pretrained(compose(*overrides).target.path, torch.float32).norm_weight
+def test_a_wiring_fault_in_the_engines_own_code_is_named(llama, fault):
+    gain = FrozenEnds.from_pretrained(compose(*llama).target.path, torch.float32).norm_weight
     whole = 10**9  # by our plugin, from the whole vocabulary
     with serving(faulty_class(fault, gain)):
-        report = report_of(overrides, runs((3, 0.0, "greedy", whole)), "eval.parity=true", "eval.self_checks=false", "eval.batch_size=1")
+        report = report_of(llama, runs((3, 0.0, "greedy", whole)), "eval.parity=true", "eval.self_checks=false", "eval.batch_size=1")
     (row,) = report["parity"]
     assert not row["equal"]
     assert fault in row["verdict"], row["verdict"]
@@ -290,9 +295,8 @@ FILE_FAULTS = {  # the case, what is spoiled, and what names it
 
 @pytest.mark.parametrize("fault", FILE_FAULTS)
 def test_a_wiring_fault_in_the_file_is_named(trained, tmp_path, fault):
-    (of_case, change, cause), (case, overrides) = FILE_FAULTS[fault], trained
-    if case != of_case:
-        pytest.skip(f"the fault is seeded in {of_case}")
+    case, change, cause = FILE_FAULTS[fault]
+    overrides = trained(case)
     bad = tmp_path / "bad"
     shutil.copytree(Path(compose(*overrides).run_dir) / "export" / "vllm", bad)
     if change:
@@ -325,24 +329,19 @@ def fake_int8(model, folder):
     return model
 
 
-def test_checkpoints_are_measured_by_vllm_as_by_the_embedded_engine(trained, tmp_path):
-    family, overrides = trained
-    if family not in ("llama_rope3", "qwen3"):
-        pytest.skip("a stock class and the plugin are enough")
+@pytest.mark.parametrize("family", ["llama_rope3", "qwen3"])
+def test_checkpoints_are_measured_by_vllm_as_by_the_embedded_engine(trained, tmp_path, family):
     found = {}
     for engine in ("vllm", "embedded"):
         run = tmp_path / engine
-        shutil.copytree(Path(compose(*overrides).run_dir), run, ignore=shutil.ignore_patterns("export", "eval*"))
+        shutil.copytree(Path(compose(*trained(family)).run_dir), run, ignore=shutil.ignore_patterns("export", "eval*"))
         assert measure_all(run, engine, watch=False) == 2
         found[engine] = {row["step"]: row["counters"] for row in map(json.loads, (run / "acceptance.jsonl").read_text().splitlines())}
     assert found["vllm"] == found["embedded"]
 
 
-def test_a_quantised_target_is_captured_trained_for_and_served(trained, tmp_path):
-    family, overrides = trained
-    if family != "llama_rope3":
-        pytest.skip("one target is enough: its layers are vLLM's business")
-    plain = Path(compose(*overrides).target.path)
+def test_a_quantised_target_is_captured_trained_for_and_served(llama, tmp_path):
+    plain = Path(compose(*llama).target.path)
     target = quantised(plain, tmp_path / "int8")
     mine = trained_run(tmp_path, target, *ENGINE)
     reader = ShardReader(Path(compose(*mine).run_dir) / "shards" / "train")
@@ -361,11 +360,10 @@ def test_a_quantised_target_is_captured_trained_for_and_served(trained, tmp_path
         train(compose(*mine, f'target.path="{plain}"', "train.resume=false"))
 
 
-def test_a_dropped_tensor_fails_by_name(trained, tmp_path):
-    case, overrides = trained
-    if case not in TARGETS and case != "eagle3, draft vocabulary":
-        pytest.skip("tests/test_published.py drops each tensor of each class; here it is seen before vLLM decodes")
-    name = "hnorm.weight" if case in TARGETS else "midlayer.hidden_norm.weight"
+@pytest.mark.parametrize(("case", "name"), [*((family, "hnorm.weight") for family in TARGETS), ("eagle3, draft vocabulary", "midlayer.hidden_norm.weight")])
+def test_a_dropped_tensor_fails_by_name(trained, tmp_path, case, name):
+    """Before vLLM decodes. tests/test_published.py drops each tensor of each class."""
+    overrides = trained(case)
     bad = tmp_path / "bad"
     shutil.copytree(compose(*overrides).eval.vllm_head, bad)
     spoil(bad, lambda tensors: tensors.pop(name))
@@ -373,22 +371,17 @@ def test_a_dropped_tensor_fails_by_name(trained, tmp_path):
         report_of(overrides, runs((3, 0.0, "greedy", "null")), f'eval.vllm_head="{bad}"')
 
 
-def test_the_plugin_keeps_a_reduced_draft_vocabulary(trained):
-    family, overrides = trained
-    if family not in ("llama_rope3", "qwen3"):
-        pytest.skip("DeepSeek layers are served by the stock class alone")
-    report = report_of(overrides, runs((3, 0.0, "greedy", 40)), "eval.parity=true", "eval.self_checks=false")
+@pytest.mark.parametrize("family", ["llama_rope3", "qwen3"])
+def test_the_plugin_keeps_a_reduced_draft_vocabulary(trained, family):
+    report = report_of(trained(family), runs((3, 0.0, "greedy", 40)), "eval.parity=true", "eval.self_checks=false")
     (row,) = report["parity"]
     assert row["equal"] and row["vllm"] == row["embedded"], row
     assert report["runs"][0]["draft_vocab_size"] == 40
 
 
-def test_capture_in_processes_of_its_own_resumes(trained, tmp_path):
+def test_capture_in_processes_of_its_own_resumes(llama, tmp_path):
     """As users run it. What is captured is not captured again."""
-    family, overrides = trained
-    if family != "llama_rope3":
-        pytest.skip("one target is enough: the processes are the same")
-    target = compose(*overrides).target.path
+    target = compose(*llama).target.path
     fresh = run_overrides(tmp_path, target, "engine=vllm", "engine.timeout_s=120", "precompute.regenerate.enabled=false", "data.validation=[]")
     precompute(compose(*fresh))
     folder = tmp_path / "run" / "shards" / "train"
@@ -407,12 +400,9 @@ def test_capture_in_processes_of_its_own_resumes(trained, tmp_path):
 
 
 @pytest.fixture
-def server(trained):
+def server(llama):
     """A `vllm serve` of the trained head, K=3; its URL."""
-    family, overrides = trained
-    if family != "llama_rope3":
-        pytest.skip("one target is enough: HTTP is the same")
-    config = compose(*overrides)
+    config = compose(*llama)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -438,10 +428,9 @@ def server(trained):
         process.wait()
 
 
-def test_a_running_server_is_measured_over_http(trained, server):
-    _, overrides = trained
-    report = report_of(overrides, runs((3, 0.0, "greedy", "null")), f"eval.server={server}", "eval.speed_prompts=2")
-    config = compose(*overrides, runs((3, 0.0, "greedy", "null")), "engine=embedded")
+def test_a_running_server_is_measured_over_http(llama, server):
+    report = report_of(llama, runs((3, 0.0, "greedy", "null")), f"eval.server={server}", "eval.speed_prompts=2")
+    config = compose(*llama, runs((3, 0.0, "greedy", "null")), "engine=embedded")
     evaluate(config)
     expected = json.loads((Path(config.run_dir) / "eval" / "report.json").read_text())
     assert report["runs"][0]["overall"] == expected["runs"][0]["overall"]
@@ -449,12 +438,12 @@ def test_a_running_server_is_measured_over_http(trained, server):
     assert report["lossless"] == {"checked": False}
     assert report["speed"][0]["speedup"] is None
     with pytest.raises(ValueError, match=r"K=5, the server .* drafts 3"):
-        report_of(overrides, runs((5, 0.0, "greedy", "null")), f"eval.server={server}")
+        report_of(llama, runs((5, 0.0, "greedy", "null")), f"eval.server={server}")
 
 
-def test_no_server_is_one_clear_line(trained):
+def test_no_server_is_one_clear_line(llama):
     with pytest.raises(ValueError, match="nothing answers at http"):
-        report_of(trained[1], runs((3, 0.0, "greedy", "null")), "eval.server=http://127.0.0.1:9")
+        report_of(llama, runs((3, 0.0, "greedy", "null")), "eval.server=http://127.0.0.1:9")
 
 
 def test_the_plugins_families_are_those_of_the_table():
