@@ -253,9 +253,15 @@ def load(composed: DictConfig) -> Config:
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a finished or running stage, from the `config.yaml` that it left; `overrides` are single fields, key=value."""
+    """The configuration of a finished or running stage, from the `config.yaml` that it left; `overrides` are single fields, key=value.
+
+    Raises ValueError, as `load` does: with the file, which a version with other settings may have written.
+    """
     composed = OmegaConf.merge(OmegaConf.create(path.read_text(encoding="utf-8")), OmegaConf.from_dotlist(list(overrides)))
-    return load(composed)  # type: ignore[arg-type]
+    try:
+        return load(composed)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{path}, as this version of mtp-train reads it: {error}") from error
 
 
 def compose(*overrides: str) -> Config:

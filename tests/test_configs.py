@@ -36,6 +36,18 @@ def test_a_saved_configuration_is_read_back_with_single_fields_changed(tmp_path)
         read(tmp_path / "config.yaml", ["train.no_such=1"])
 
 
+@pytest.mark.parametrize(("change", "field"), [(("  feature_noise: 0.0\n", ""), "train.feature_noise"), (("feature_noise", "noise"), "train.noise")])
+def test_a_saved_configuration_of_another_version_is_named_with_the_field(tmp_path, change, field):
+    write_provenance(tmp_path, asdict(compose("experiment=tiny", "target.path=somewhere")))
+    path = tmp_path / "config.yaml"
+    text = path.read_text()
+    path.write_text(text.replace(*change))
+    assert path.read_text() != text
+    with pytest.raises(ValueError, match=rf"{path}, as this version .*{field}"):
+        read(path)
+
+
+
 def test_every_field_says_what_it_means():
     lines = [line for line in describe(Config) if line.strip()]
     silent = [line for line in lines if len(line.split()) < 3]
