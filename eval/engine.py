@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from mtp_train.config import Config, EvalRunConfig
 from mtp_train.data.shards import ShardReader
 from mtp_train.spec_decode.engine import Completion, Costs
 from mtp_train.spec_decode.stats import AcceptanceStats
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -50,8 +53,12 @@ class DraftVocab:
         self.vocab_size = loaded.info.target.vocab_size
         self.known: dict[int, Tensor] = {}
         own = loaded.head.lm_head_weight
-        if own is not None and (others := [run.draft_vocab_size for run in config.eval.runs if run.draft_vocab_size not in (None, len(own))]):
-            raise ValueError(f"eval.runs: draft_vocab_size={others[0]}, but the head has an lm_head of its own, of {len(own)} tokens: give null")
+        for size in (run.draft_vocab_size for run in config.eval.runs):
+            if own is None or size in (None, len(own)):
+                continue
+            if size < len(own):
+                raise ValueError(f"eval.runs: draft_vocab_size={size}, but the head has an lm_head of its own, of {len(own)} tokens: give null")
+            log.warning("eval.runs: draft_vocab_size=%d, but the head's own lm_head has %d tokens: it drafts from those", size, len(own))
 
     def __call__(self, size: int | None) -> Tensor | None:
         """Sorted ids (D,); None: the whole vocabulary. `size` None: the head's own."""

@@ -11,6 +11,8 @@ import torch
 from eval.engine import Decoded
 from eval.engine_hf import EmbeddedEngine
 from mtp_train.checkpoint import LoadedHead
+from mtp_train.config import Config, EvalRunConfig
+from mtp_train.interfaces import TargetInfo
 from mtp_train.published import open_head
 from mtp_train.spec_decode.stats import AcceptanceStats, acceptance_length, paired_bootstrap, summarise
 
@@ -18,24 +20,30 @@ if TYPE_CHECKING:
     from eval.run import Evaluation
 
 
+def comparable(run: EvalRunConfig) -> bool:
+    """Whether heads are compared in this run: each drafts from its own vocabulary."""
+    return run.draft_vocab_size is None
+
+
+def open_others(config: Config, target: TargetInfo) -> dict[str, LoadedHead]:
+    """eval.heads. Raises FileNotFoundError and ValueError where one cannot be read, or is of another target."""
+    found = {folder: open_head(folder, config.target.path) for folder in config.eval.heads}
+    for folder, loaded in found.items():
+        loaded.info.target.check(target, f"the head {folder}")
+    return found
+
+
 def compare_heads(evaluation: Evaluation, drafted: Sequence[Decoded]) -> list[dict[str, Any]]:
-    """Rows of the report, of the evaluated head and of each of eval.heads, for every run that drafts from a head's own vocabulary.
+    """Rows of the report, of the evaluated head and of each of eval.heads, for every run that is `comparable`.
 
     Args:
         drafted: what the evaluated head did, by run.
-
-    Raises:
-        ValueError: a head of another target, or no such run.
     """
     options, (config, first, stops, longest) = evaluation.options, evaluation.arguments
-    runs = [run for run in options.runs if run.draft_vocab_size is None]
-    if not runs:
-        raise ValueError("eval.heads: none of eval.runs has draft_vocab_size=null, and heads are compared on their own vocabularies")
+    runs = [run for run in options.runs if comparable(run)]
     mine = [one for run, one in zip(options.runs, drafted, strict=True) if run in runs]
     done = [(options.head, first, mine)]
-    for folder in options.heads:
-        loaded = open_head(folder, config.target.path)
-        loaded.info.target.check(evaluation.info, f"the head {folder}")
+    for folder, loaded in evaluation.others.items():
         engine = EmbeddedEngine(replace(config, eval=replace(options, head=folder, runs=runs)), loaded, stops, longest)
         engine.load(evaluation.engine.dtype)
         said = f"{loaded.info.config.kind}, K={{}}"

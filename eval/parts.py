@@ -54,6 +54,7 @@ def join(parts: list[dict[str, Any]]) -> dict[str, Any]:
         **first,
         "warnings": list(dict.fromkeys(warning for part in parts for warning in part["warnings"])),
         "runs": [run for part in parts for run in part["runs"]],
+        "heads": [row for part in parts for row in part["heads"]],
         "lossless": next((part["lossless"] for part in parts if part["lossless"]["checked"]), first["lossless"]),
         "parity": compared if any(part["parity"] is not None for part in parts) else None,
         "speed": speed,

@@ -26,7 +26,7 @@ from eval.engine import Decoded, EvalEngine
 from eval.engine_hf import EmbeddedEngine
 from eval.engine_server import ServerEngine
 from eval.engine_vllm import VllmEngine
-from eval.heads import compare_heads
+from eval.heads import comparable, compare_heads, open_others
 from eval.parity import EXPLAINED_GAP, WIRING, compare_engines, first_difference
 from eval.prompts import read_prompts
 from eval.report import terminal_table, write_report
@@ -37,8 +37,8 @@ from mtp_train.data.chat import open_tokenizer
 from mtp_train.data.manifest import Manifest
 from mtp_train.dist import dtype_name, pick_device, pick_dtype
 from mtp_train.metrics import read_metrics
-from mtp_train.provenance import atomic_write, provenance, write_provenance
-from mtp_train.published import open_head
+from mtp_train.provenance import atomic_write, provenance, sha256, write_provenance
+from mtp_train.published import identity, open_head
 from mtp_train.spec_decode.stats import AcceptanceStats, summarise
 from mtp_train.target.ends import local_dir
 from mtp_train.target.identity import target_info
@@ -63,6 +63,7 @@ class Evaluation:
         self.loaded = open_head(config.eval.head, config.target.path)
         self.info = target_info(config.target.path)
         self.loaded.info.target.check(self.info, f"the head {config.eval.head}")
+        self.others = open_others(config, self.info)
         self.prompts = read_prompts(config.eval.prompts, self.tokenizer, config.eval.num_prompts, config.data.template_kwargs)
         longest = max(len(prompt.token_ids) for prompt in self.prompts)
         self.arguments = (config, self.loaded, stops, longest)
@@ -228,49 +229,61 @@ def reproduce(config: cfg.Config) -> dict[str, Any]:
     return {"command": shlex.join(["mtp-eval", *sys.argv[1:]]), "config": yaml.safe_dump(asdict(config), sort_keys=False), "provenance": provenance()}
 
 
-def mark_of(config: cfg.Config, head_step: int) -> dict[str, Any]:
-    """What a report is a report of, as JSON has it."""
+def what_is_read(config: cfg.Config) -> dict[str, Any]:
+    """The content behind the paths: what they name may be another head, target or file of prompts than before."""
+    options, target = config.eval, config.target.path
+    heads = [options.head, *options.heads, *([options.vllm_head] if config.engine.name == "vllm" or options.parity else [])]
+    prompts = options.prompts and Path(options.prompts).is_file() and sha256(options.prompts)
+    return {"target": target, "weights": target_info(target).weights_hash, "files": {head: identity(head) for head in heads}, "sha256 of the prompts": prompts}
+
+
+def mark_of(config: cfg.Config, read: dict[str, Any]) -> dict[str, Any]:
+    """What a report is a report of, as JSON has it: settings, and what is read (`what_is_read`)."""
     options = {key: value for key, value in asdict(config.eval).items() if key not in ("steps", "part")}
-    mark = options | asdict(config.engine) | {"head_step": head_step, "target": config.target.path}
+    mark = options | asdict(config.engine) | {"target_dtype": config.target.dtype, "template_kwargs": config.data.template_kwargs} | read
     return json.loads(json.dumps(mark))
 
 
 def alone(config: cfg.Config, part: int) -> cfg.Config:
     """The configuration of one run."""
-    return replace(config, eval=replace(config.eval, runs=[config.eval.runs[part]], part=None))
+    run = config.eval.runs[part]
+    heads = config.eval.heads if comparable(run) else []
+    return replace(config, eval=replace(config.eval, runs=[run], heads=heads, part=None))
 
 
-def measure_part(config: cfg.Config, part: int, report_dir: Path, head_step: int) -> None:
+def measure_part(config: cfg.Config, part: int, report_dir: Path, read: dict[str, Any]) -> None:
     """Measure one run, unless that was done."""
     one = alone(config, part)
-    mark = mark_of(one, head_step)
+    mark = mark_of(one, read)
     if parts.is_there(report_dir, part, mark):
         log.info("part %d is complete: %s", part, parts.path_of(report_dir, part))
         return
     parts.write(report_dir, part, mark, Evaluation(one).report())
 
 
-def joined(config: cfg.Config, report_dir: Path, head_step: int) -> dict[str, Any]:
+def joined(config: cfg.Config, report_dir: Path, read: dict[str, Any]) -> dict[str, Any]:
     """The report of all parts; it names the machine that measured."""
-    found = [parts.read(report_dir, part, mark_of(alone(config, part), head_step)) for part in range(len(config.eval.runs))]
+    found = [parts.read(report_dir, part, mark_of(alone(config, part), read)) for part in range(len(config.eval.runs))]
     report = parts.join(found)
     return report | {"reproduce": reproduce(config) | {"provenance": report["reproduce"]["provenance"]}}
 
 
 def stage(config: cfg.Config) -> None:
-    """The command mtp-eval: does nothing when the report of this very head and configuration is there."""
+    """The command mtp-eval: does nothing when the report of these very files and settings is there."""
+    if config.eval.heads and not any(comparable(run) for run in config.eval.runs):
+        raise ValueError("eval.heads: none of eval.runs has draft_vocab_size=null, and heads are compared on their own vocabularies")
     report_dir = Path(config.run_dir) / ("eval" if config.engine.name == "embedded" else f"eval-{config.engine.name}")
-    head_step = open_head(config.eval.head, config.target.path).info.step
+    read = what_is_read(config)
     if config.eval.part is not None:
-        measure_part(config, config.eval.part, report_dir, head_step)
+        measure_part(config, config.eval.part, report_dir, read)
         return
-    mark, stamp = mark_of(config, head_step), report_dir / "done.json"
+    mark, stamp = mark_of(config, read), report_dir / "done.json"
     if stamp.exists() and json.loads(stamp.read_text()) == mark:
         log.info("the report is complete: %s", report_dir / "report.html")
         report = json.loads((report_dir / "report.json").read_text())
     else:
         stamp.unlink(missing_ok=True)
-        report = Evaluation(config).report() if "measure" in config.eval.steps else joined(config, report_dir, head_step)
+        report = Evaluation(config).report() if "measure" in config.eval.steps else joined(config, report_dir, read)
         write_report(report, report_dir)
         write_provenance(report_dir, asdict(config))
         for card in write_figures(Path(config.eval.head), report, report_dir):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
@@ -31,6 +32,7 @@ from mtp_train.heads.base import DraftHead
 from mtp_train.heads.table import build_head
 from mtp_train.interfaces import Tap, TargetInfo
 from mtp_train.provenance import atomic_dir, fingerprint, unclaimed
+from mtp_train.target.ends import read_json
 
 ACCEPTANCE = "acceptance.json"
 HEAD = "head.safetensors"
@@ -89,6 +91,14 @@ def write_head(folder: Path, tensors: dict[str, Tensor], info: HeadInfo, target_
     (folder / "target_config.json").write_text(json.dumps(target_config, indent=2) + "\n")
 
 
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file. Raises ValueError, naming it, where it is cut short or no safetensors."""
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read: is it cut short, or a Git LFS pointer? ({error})") from error
+
+
 def load_head(folder: str | Path, dtype: torch.dtype = torch.float32) -> LoadedHead:
     """Read a head back, strictly: a missing, unknown or misshapen tensor is refused by name."""
     folder = Path(folder)
@@ -96,10 +106,10 @@ def load_head(folder: str | Path, dtype: torch.dtype = torch.float32) -> LoadedH
         raise FileNotFoundError(
             f"{folder} holds no head.json: not a head of mtp-train (give a checkpoint or an export of format hf), and no config.json: not a published one"
         )
-    info = HeadInfo.from_json(json.loads((folder / "head.json").read_text()))
-    config = json.loads((folder / "target_config.json").read_text())
+    info = HeadInfo.from_json(read_json(folder / "head.json"))
+    config = read_json(folder / "target_config.json")
     head = build_head(info.config, AutoConfig.for_model(**config))
-    tensors = load_file(folder / HEAD)
+    tensors = read_safetensors(folder / HEAD)
     draft_vocab = tensors.pop("draft_vocab", None)
     check_draft_vocab(draft_vocab, info, str(folder))
     load_exactly(head, tensors, str(folder / HEAD))

@@ -2,7 +2,7 @@
 
     hf            <run_dir>/export/hf            head.json, target_config.json, head.safetensors: read back by mtp_train.checkpoint.load_head
     vllm          <run_dir>/export/vllm          for vLLM, as the stock class where one fits, else for our plugin (serving.py has the table)
-    vllm_plugin   <run_dir>/export/vllm_plugin   for our plugin always: it keeps a reduced draft vocabulary
+    vllm_plugin   <run_dir>/export/vllm_plugin   for our plugin always: it keeps an MTP head's reduced draft vocabulary (other kinds are left out)
     speculators   <run_dir>/export/speculators   EAGLE-3 in the format of the speculators library, which vLLM reads too
     sglang        <run_dir>/export/sglang        for SGLang, which does not run on CPU: written and checked by names and shapes, never loaded here
 
@@ -25,16 +25,17 @@ from safetensors.torch import save_file
 
 from mtp_train import cli
 from mtp_train import config as cfg
-from mtp_train.checkpoint import HEAD, HeadInfo, LoadedHead, choose, head_tensors, load_head, write_head
+from mtp_train.checkpoint import HeadInfo, LoadedHead, choose, head_tensors, load_head, write_head
 from mtp_train.engines.row import EngineClass
-from mtp_train.provenance import atomic_dir, sha256, write_provenance
-from mtp_train.published import open_head, read_engine, weight_files
-from mtp_train.serving import choose_class
+from mtp_train.provenance import atomic_dir, fingerprint, write_provenance
+from mtp_train.published import identity, open_head, read_engine
+from mtp_train.serving import choose_class, needed
+from mtp_train.target.identity import target_info
 
 log = logging.getLogger(__name__)
 
 SOURCE = "source.sha256"
-"""In every export: the hash of the weights that it was made from."""
+"""In every export: of what it was made."""
 
 
 def write_engine(folder: Path, loaded: LoadedHead, engine_format: str = "vllm") -> None:
@@ -80,8 +81,8 @@ def export(config: cfg.Config) -> None:
     run_dir = Path(config.run_dir)
     source = choose(run_dir / "checkpoints", config.export.checkpoint)
     loaded = open_head(source, config.target.path)
-    mark = " ".join(sha256(path) for path in ([source / HEAD] if (source / HEAD).exists() else weight_files(source)))
-    for name in config.export.formats:
+    mark = fingerprint([identity(source), target_info(config.target.path).weights_hash])
+    for name in needed(config.export.formats, loaded.info.config):
         folder = run_dir / "export" / name
         stamp = folder / "provenance.json"
         if stamp.exists() and (folder / SOURCE).read_text() == mark:

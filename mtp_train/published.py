@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from mtp_train.checkpoint import HeadInfo, LoadedHead, check_draft_vocab, load_exactly, load_head, vocab_fingerprint
+from mtp_train.checkpoint import HEAD, HeadInfo, LoadedHead, check_draft_vocab, load_exactly, load_head, read_safetensors, vocab_fingerprint
 from mtp_train.engines.row import COPIED_EAGLE, INDIFFERENT, Config, EngineClass, Tensors
 from mtp_train.heads.base import DraftHead
 from mtp_train.heads.table import build_head, taps_of
+from mtp_train.provenance import fingerprint, sha256
 from mtp_train.serving import class_of
 from mtp_train.target.ends import FrozenEnds, read_json
 from mtp_train.target.identity import target_info
@@ -35,7 +36,7 @@ UNROLL_STEPS = 3
 def read_tensors(folder: Path) -> Tensors:
     """All of a directory, from safetensors or pytorch_model.bin. Raises FileNotFoundError."""
     if files := weight_files(folder):
-        return {name: tensor for file in files for name, tensor in (load_file(file) if file.suffix == ".safetensors" else _unpickle(file)).items()}
+        return {name: tensor for file in files for name, tensor in (read_safetensors(file) if file.suffix == ".safetensors" else _unpickle(file)).items()}
     raise FileNotFoundError(f"{folder} holds neither safetensors nor {BIN}")
 
 
@@ -45,8 +46,20 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _unpickle(path: Path) -> Tensors:
-    tensors: Tensors = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        tensors: Tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"{path} cannot be read: is it cut short, a Git LFS pointer, or does it hold more than tensors? ({why})") from error
     return tensors
+
+
+def identity(folder: str | Path) -> str:
+    """Changes with every file that makes the head in a directory what it is, of either kind; also where it cannot be opened."""
+    folder = Path(folder)
+    weights = [folder / HEAD] if (folder / HEAD).exists() else weight_files(folder)
+    about = [folder / name for name in ("head.json", "target_config.json", "config.json") if (folder / name).exists()]
+    return fingerprint({path.name: sha256(path) for path in (*weights, *about)})
 
 
 def read_engine(folder: Path, info: HeadInfo, layer_config: Config, target_path: str | None = None) -> LoadedHead:
@@ -80,7 +93,7 @@ def read_published(folder: Path, target_path: str, strict: bool = True) -> Loade
     target, kind = target_info(target_path), class_of(config)
     head_config, layer = kind.published(config, AutoConfig.from_pretrained(target_path).to_dict())
     head = build_head(head_config, AutoConfig.for_model(**layer))
-    methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     steps, length = methods[0].get("speculative_tokens", UNROLL_STEPS), layer.get("max_position_embeddings", 2048)
     info = HeadInfo(head.config, target, taps_of(head.config, target.num_layers), steps, length, 0)
     return _fill(folder, kind, head, info, layer, target_path, strict)

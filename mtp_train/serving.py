@@ -14,6 +14,7 @@ A class of the wrong layout does not crash, it only halves acceptance; so each r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mtp_train.config import HeadConfig
@@ -94,6 +95,22 @@ def choose_class(head: HeadConfig, target: Config, draft_vocab: bool, engine_for
             return kind, f"{kind.name} ({kind.needs})" + (f", because {refused[0]}" if refused else "") + limit
         refused.append(f"{kind.name} does not fit: {'; '.join(reasons)}")
     raise ValueError(f"no class of format {engine_format} serves this head: " + ". ".join(refused))
+
+
+def needed(formats: Sequence[str], head: HeadConfig) -> list[str]:
+    """Without vllm_plugin where a head has no use for it: format vllm keeps the draft vocabulary of an EAGLE-3 head, and EAGLE-1 has stock classes alone."""
+    return [name for name in formats if name != "vllm_plugin" or head.kind == OURS.head]
+
+
+def check_formats(formats: Sequence[str], head: HeadConfig, target: Config, draft_vocab: bool) -> None:
+    """Raise ValueError, before training, for a format of export.formats that could not be written after it."""
+    for name in needed(formats, head):
+        if name == "hf":
+            continue
+        try:
+            choose_class(head, target, draft_vocab, name)
+        except ValueError as error:
+            raise ValueError(f"{error}. Leave {name} out of export.formats ({', '.join(formats)}): the embedded engine needs hf alone") from error
 
 
 def format_that_keeps(head: HeadConfig, target: Config, draft_vocab: bool) -> str:

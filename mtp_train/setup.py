@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from mtp_train import config as cfg
 from mtp_train import dist
-from mtp_train.checkpoint import HeadInfo, LoadedHead, checkpoints, head_tensors, load_exactly, read_state, vocab_fingerprint
+from mtp_train.checkpoint import HEAD, HeadInfo, LoadedHead, checkpoints, head_tensors, load_exactly, read_safetensors, read_state, vocab_fingerprint
 from mtp_train.data.dataset import PackedBatches
 from mtp_train.data.shards import ShardReader
 from mtp_train.heads.base import DraftHead, Start
@@ -28,8 +27,8 @@ from mtp_train.parallel import Objective, Replica, make_replica
 from mtp_train.planner import Meter, Sizes, measure, peak_flops, training_flop
 from mtp_train.provenance import Claim, write_provenance
 from mtp_train.published import open_head
-from mtp_train.serving import choose_class
-from mtp_train.target.ends import FrozenEnds, read_layer
+from mtp_train.serving import check_formats, choose_class
+from mtp_train.target.ends import FrozenEnds, read_json, read_layer
 from mtp_train.target.identity import target_info
 
 log = logging.getLogger(__name__)
@@ -69,17 +68,19 @@ def set_up(config: cfg.Config) -> Setup:
     dtype = dist.pick_dtype(options.dtype, device.type)
     torch.manual_seed(options.seed)  # of the head's first weights, alike on every rank; nothing later is random
     info = target_info(config.target.path)
-    config = replace(config, head=resolve(config.head, info.num_layers))
+    size = None if config.head.draft_vocab_size == info.vocab_size else config.head.draft_vocab_size
+    config = replace(config, head=replace(resolve(config.head, info.num_layers), draft_vocab_size=size))
     taps = taps_of(config.head, info.num_layers)
     reader = open_shards(Path(options.shards) / "train", info, taps)
     if int(reader.supervised.sum()) == 0:
         raise ValueError(f"{reader.dir}: 0 supervised tokens in {len(reader)} samples; nothing can be trained (see data.turns and the chat template)")
     ends = FrozenEnds.from_pretrained(config.target.path, dtype=dtype).to(device)
-    source = warm_start(config) if options.init_from else None
+    source = warm_start(config, info) if options.init_from else None
     target_config = AutoConfig.for_model(**source.layer_config) if source else AutoConfig.from_pretrained(config.target.path)
     sizes = measure(config.head, target_config)  # before DeepSpeed is there: with ZeRO-3 transformers builds no model on the meta device
     own = source is not None and source.head.lm_head is not None
     vocab = source.draft_vocab if source and own else choose_draft_vocab(reader, config.head.draft_vocab_size, info.vocab_size)
+    check_formats(config.export.formats, config.head, target_config.to_dict(), vocab is not None)
     draft_vocab = None if vocab is None else vocab.to(device)
     lm_head = ends.head_weight if draft_vocab is None else ends.head_weight[draft_vocab]
     start = Start(ends.norm_weight.float(), lm_head, partial(read_layer, config.target.path))
@@ -95,7 +96,7 @@ def set_up(config: cfg.Config) -> Setup:
     claim = Claim(run_dir / "checkpoints" / ".lock") if dist.is_first() else None
     found = dist.from_first(checkpoints(run_dir / "checkpoints")[-1:]) if options.resume else []
     if found:
-        load_weights(found[0], head, head_info, draft_vocab)
+        load_weights(found[0], head, head_info, draft_vocab, target_config.to_dict())
     optimizer = make_optimizer(head, options.optim)
     replica = make_replica(config.distributed.mode, Objective(head, ends, options, draft_vocab, dtype), optimizer, options, device)
     at, window = resume(found[0], replica, data, options.optim) if found else (Progress(), {})
@@ -109,14 +110,21 @@ def set_up(config: cfg.Config) -> Setup:
     return setup
 
 
-def warm_start(config: cfg.Config) -> LoadedHead:
-    """The head of `train.init_from`. Raises ValueError unless it is the configured one, saying what to configure."""
+def warm_start(config: cfg.Config, target: TargetInfo) -> LoadedHead:
+    """The head of `train.init_from`. Raises ValueError unless it is the configured one, saying what to configure, and fits the target.
+
+    A head that the target's lm_head reads may come from a target of another vocabulary, as before tokens were added.
+    """
     source = open_head(str(config.train.init_from), config.target.path, strict=False)
     there, here = source.info.config, config.head
     names = ("kind", "layout", "num_layers", "dense_mlp") + (("draft_vocab_size",) if source.head.lm_head is not None else ())
     if different := [f"head.{name}: {getattr(there, name)} there, {getattr(here, name)} here" for name in names if getattr(there, name) != getattr(here, name)]:
         raise ValueError(f"train.init_from={config.train.init_from} holds another head than is configured ({'; '.join(different)})")
-    return source
+    own = source.head.lm_head is not None
+    for name in ("hidden_size", *(["vocab_size"] if own else [])):
+        if (found := source.layer_config[name]) != (size := getattr(target, name)):
+            raise ValueError(f"train.init_from={config.train.init_from} is a head for {name}={found}, the target has {size}")
+    return replace(source, layer_config=source.layer_config | {"vocab_size": target.vocab_size})
 
 
 def _flop_of_all(config: cfg.Config, sizes: Sizes, num_steps: int) -> float:
@@ -164,13 +172,21 @@ def choose_draft_vocab(reader: ShardReader, size: int | None, vocab_size: int) -
 # ---------------------------------------------------------------- going on
 
 
-def load_weights(path: Path, head: DraftHead, info: HeadInfo, draft_vocab: Tensor | None) -> None:
+UNCOMPUTED = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache")
+"""Of a config.json, what no layer computes with."""
+
+
+def load_weights(path: Path, head: DraftHead, info: HeadInfo, draft_vocab: Tensor | None, layer_config: dict[str, Any]) -> None:
     """A checkpoint's weights, before the head is wrapped. Raises ValueError unless it is of this very head."""
-    there = HeadInfo.from_json(json.loads((path / "head.json").read_text()))
+    there = HeadInfo.from_json(read_json(path / "head.json"))
     there.target.check(info.target, str(path))
     if (there.config, there.taps, there.unroll_steps) != (info.config, info.taps, info.unroll_steps):
         raise ValueError(f"{path} holds another head: {there.config} there, {info.config} here; use a new run_dir or train.resume=false")
-    tensors = load_file(path / "head.safetensors")
+    there_config, here_config = read_json(path / "target_config.json"), json.loads(json.dumps(layer_config))
+    shared = [key for key in there_config if key in here_config and key not in UNCOMPUTED]
+    if different := [f"{key}: {there_config[key]} there, {here_config[key]} here" for key in shared if there_config[key] != here_config[key]]:
+        raise ValueError(f"{path} has a layer of another config.json ({'; '.join(different)}); give the train.init_from it began with, or use a new run_dir")
+    tensors = read_safetensors(path / HEAD)
     if vocab_fingerprint(tensors.pop("draft_vocab", None)) != vocab_fingerprint(draft_vocab):
         raise ValueError(f"{path} was trained with another draft vocabulary than these shards give; use a new run_dir")
     load_exactly(head, tensors, str(path))
@@ -178,7 +194,7 @@ def load_weights(path: Path, head: DraftHead, info: HeadInfo, draft_vocab: Tenso
 
 def resume(path: Path, replica: Replica, data: PackedBatches, optim: cfg.OptimConfig) -> tuple[Progress, dict[str, Any]]:
     """Moments, place in the data and the log line begun, of a checkpoint. Raises ValueError where the place means nothing here."""
-    replica.load_moments(load_file(path / "optimizer.safetensors"))
+    replica.load_moments(read_safetensors(path / "optimizer.safetensors"))
     take_up(replica.optimizer, optim, str(path))
     state = read_state(path)
     at = Progress(state["step"], state["epoch"], state["row"])

@@ -47,7 +47,6 @@ def test_a_saved_configuration_of_another_version_is_named_with_the_field(tmp_pa
         read(path)
 
 
-
 def test_every_field_says_what_it_means():
     lines = [line for line in describe(Config) if line.strip()]
     silent = [line for line in lines if len(line.split()) < 3]

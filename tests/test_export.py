@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from mtp_train.checkpoint import HeadInfo, LoadedHead, head_tensors
+from mtp_train.config import compose
 from mtp_train.export import write_engine
 from mtp_train.interfaces import Tap
+from mtp_train.planner import read_target
 from mtp_train.published import read_engine
-from mtp_train.serving import STOCK, choose_class
+from mtp_train.serving import STOCK, check_formats, choose_class
 from mtp_train.target.ends import FrozenEnds
 from mtp_train.target.identity import target_info
 from tests.test_heads import head_config, noisy_head
@@ -179,3 +181,15 @@ def test_a_quantised_target_goes_to_the_plugin_whose_head_is_plain(loaded):
     assert "quantization_config" not in kind.config(loaded.info, target, None)
     with pytest.raises(ValueError, match="in the target's quantisation"):
         choose_class(head_config(), tiny_config("deepseek_v2").to_dict() | {"quantization_config": {"quant_method": "fp8"}}, False)
+
+
+@pytest.mark.parametrize("head", ["mtp", "eagle1", "eagle3", "eagle31"])
+@pytest.mark.parametrize("recipe", ["llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b", "deepseek-v2-lite"])
+def test_the_recipes_export_what_some_class_serves(recipe, head):
+    config = compose(f"experiment={recipe}", f"head={head}")
+    target = read_target(config.target).to_dict()
+    if recipe == "deepseek-v2-lite" and head != "mtp":
+        with pytest.raises(ValueError, match=r"Leave vllm out of export\.formats"):
+            check_formats(config.export.formats, config.head, target, False)
+    else:
+        check_formats(config.export.formats, config.head, target, config.head.draft_vocab_size is not None)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
+from eval import parts
+from eval.run import Evaluation, alone, mark_of, what_is_read
 from eval.run import stage as evaluate
 from mtp_train.config import compose
 from mtp_train.export import export
@@ -69,6 +73,34 @@ def test_a_part_that_is_missing_or_of_other_settings_is_refused(trained):
     evaluate(compose(*trained, "eval.part=2", "eval.max_new_tokens=9"))
     with pytest.raises(ValueError, match=r"max_new_tokens: 9 there, 24 here"):
         evaluate(compose(*trained, "eval.steps=[report]"))
+
+
+def test_other_files_behind_the_same_paths_are_measured_anew(trained, tmp_path):
+    """A head trained again with as many steps, other prompts: the report that is there is not theirs."""
+    shutil.copytree(tmp_path / "run" / "export" / "hf", tmp_path / "other")
+    config = compose(*trained, f'eval.heads=["{tmp_path / "other"}"]')
+    before = mark_of(config, what_is_read(config))
+    assert mark_of(config, what_is_read(config)) == before
+    for path in (tmp_path / "run" / "export" / "hf" / "head.safetensors", tmp_path / "other" / "target_config.json", Path(config.eval.prompts)):
+        kept = path.read_bytes()
+        path.write_bytes(kept + b" ")
+        assert mark_of(config, what_is_read(config)) != before, path
+        path.write_bytes(kept)
+    assert mark_of(config, what_is_read(config)) == before
+
+
+def test_other_heads_are_opened_before_anything_is_decoded(trained):
+    with pytest.raises(FileNotFoundError, match=r"nowhere holds no head\.json"):
+        Evaluation(compose(*trained, "eval.heads=[nowhere]"))
+    with pytest.raises(ValueError, match=r"none of eval\.runs has draft_vocab_size=null"):
+        evaluate(compose(*trained, f"eval.runs=[{RUN.format(1, 0.0, 'greedy', 12)}]", "eval.heads=[nowhere]"))
+
+
+def test_heads_are_compared_in_the_parts_whose_run_drafts_from_their_own_vocabulary():
+    config = compose("experiment=tiny", "target.path=x", RUNS, "eval.heads=[other]")
+    assert [alone(config, part).eval.heads for part in range(3)] == [["other"], ["other"], []]
+    empty = {"speed": [], "warnings": [], "runs": [], "parity": None, "lossless": {"checked": False}}
+    assert parts.join([{**empty, "heads": [row]} for row in ("K=3", "K=2")])["heads"] == ["K=3", "K=2"]
 
 
 @pytest.mark.parametrize(("override", "message"), [("eval.part=3", "eval.part=3 is not below 3"), ("eval.steps=[]", "eval.steps is empty")])

@@ -215,8 +215,11 @@ def test_heads_on_one_capture_stand_side_by_side_in_one_report(overrides, tmp_pa
         value = rows[heads[name]]["acceptance_length"]["value"] - rows[heads["mtp"]]["acceptance_length"]["value"]
         assert rows[heads[name]]["difference"]["value"] == pytest.approx(value)
     assert "Heads side by side, K=3" in (tmp_path / "run" / "eval" / "report.md").read_text()
-    with pytest.raises(ValueError, match="draft_vocab_size=256, but the head has an lm_head of its own, of 64 tokens"):
-        evaluate(compose(*overrides, f'eval.head="{heads["eagle3"]}"', "eval.runs.0.draft_vocab_size=256"))
+    with pytest.raises(ValueError, match="draft_vocab_size=32, but the head has an lm_head of its own, of 64 tokens"):
+        evaluate(compose(*overrides, f'eval.head="{heads["eagle3"]}"', "eval.runs.0.draft_vocab_size=32"))
+    evaluate(compose(*overrides, f'eval.head="{heads["eagle3"]}"', "eval.runs.0.draft_vocab_size=256"))  # as the demo asks for the whole vocabulary
+    report = json.loads((tmp_path / "run" / "eval" / "report.json").read_text())
+    assert report["runs"][0]["draft_vocab_size"] == 64
 
 
 def test_changed_settings_do_not_reuse_old_rows(overrides, tmp_path):

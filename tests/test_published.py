@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eval.run import stage as evaluate
-from mtp_train.checkpoint import HeadInfo, LoadedHead, choose, head_tensors, load_head, vocab_fingerprint
+from mtp_train.checkpoint import HeadInfo, LoadedHead, choose, head_tensors, load_head, vocab_fingerprint, write_head
 from mtp_train.config import compose
 from mtp_train.export import export, write_engine
 from mtp_train.heads.base import unroll
-from mtp_train.heads.table import resolve, taps_of
+from mtp_train.heads.table import build_head, resolve, taps_of
 from mtp_train.published import read_engine, read_published
 from mtp_train.serving import choose_class
 from mtp_train.setup import set_up
@@ -345,6 +346,32 @@ def test_embeddings_of_another_target_are_refused_to_draft_and_told_to_start_fro
     assert "the target's own is used" in caplog.text
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("model.safetensors", POINTER), ("model.safetensors", b""), ("pytorch_model.bin", POINTER), ("pytorch_model.bin", b"")]
+)
+def test_weights_that_cannot_be_read_are_named(name, content, saved, tmp_path):
+    folder = publish(tmp_path / "published", "eagle1", target_of("llama"), None)
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name} cannot be read: .*Git LFS pointer"):
+        read_published(folder, str(saved("llama")))
+
+
+def test_a_speculators_config_that_says_little_is_refused_by_name_or_read(saved, tmp_path):
+    loaded, folder = written("speculators", saved, tmp_path / "head")
+    edit_config(folder, speculators_config=None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"speculators_config": None}))
+    target = str(saved("llama"))
+    assert_equal_heads(read_published(folder, target), loaded)
+    del config["transformer_layer_config"]["model_type"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="no model_type"):
+        read_published(folder, target)
+
+
 # ---------------------------------------------------------------- what the stages do with it
 
 
@@ -380,4 +407,40 @@ def test_a_published_directory_is_measured_exported_again_and_started_from(captu
     with pytest.raises(ValueError, match=r"holds another head than is configured .*head\.num_layers: 1 there, 2 here"):
         set_up(warm("head.num_layers=2"))
     train(warm())
-    assert load_head(choose(tmp_path / "b" / "checkpoints", "last")).info.step == 3
+    last = choose(tmp_path / "b" / "checkpoints", "last")
+    assert load_head(last).info.step == 3
+    path = last / "target_config.json"  # as if the published head's layer had rotated otherwise than the target's
+    path.write_text(path.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    with pytest.raises(ValueError, match=r"rms_norm_eps: 1e-05 there, 1e-06 here"):
+        set_up(warm("train.num_steps=4"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"), [({"hidden_size": 32}, "hidden_size=32, the target has 64"), ({"vocab_size": 300}, "vocab_size=300, the target has 256")]
+)
+@pytest.mark.parametrize("head", ["mtp", "eagle3"])
+def test_a_start_from_a_head_of_other_sizes_is_refused_where_it_does_not_fit(captured, tmp_path, head, sizes, message):
+    """The target's lm_head may have got more rows; a head's own may not."""
+    target, config = tiny_config("llama", **sizes), head_config(**({"kind": "eagle3", "taps": [1, 2, 3]} if head == "eagle3" else {}))
+    info = target_info(compose(*captured[1]).target.path)
+    other = HeadInfo(config, replace(info, **sizes), taps_of(config, info.num_layers), 3, 128, 10)
+    (tmp_path / "other").mkdir()
+    write_head(tmp_path / "other", head_tensors(build_head(config, target), None), other, target.to_dict())
+    start = (*HEADS[head], f'train.init_from="{tmp_path / "other"}"', "head.draft_vocab_size=null")
+    if head == "mtp" and "vocab_size" in sizes:
+        run_training(captured, tmp_path / "run", "train.num_steps=3", *start)
+        assert load_head(choose(tmp_path / "run" / "checkpoints", "last")).layer_config["vocab_size"] == 256
+        return
+    with pytest.raises(ValueError, match=message):
+        run_training(captured, tmp_path / "run", "train.num_steps=3", *start)
+
+
+def test_formats_are_checked_before_training_and_the_plugins_is_left_out_where_it_is_not_needed(captured, tmp_path):
+    with pytest.raises(ValueError, match=r"has no class for a head of kind eagle1\. Leave speculators out of export\.formats"):
+        run_training(captured, tmp_path / "a", *HEADS["eagle1"], "export.formats=[hf,speculators]")
+    assert not (tmp_path / "a" / "metrics.jsonl").exists()
+    whole = (*HEADS["eagle3"], "head.draft_vocab_size=256", "train.num_steps=3", "export.formats=[vllm,vllm_plugin,hf]")
+    run_training(captured, tmp_path / "b", *whole)
+    export(compose(*captured[1], f'run_dir="{tmp_path / "b"}"', *whole))
+    assert {path.name for path in (tmp_path / "b" / "export").iterdir()} == {"vllm", "hf"}
+    assert load_head(tmp_path / "b" / "export" / "hf").draft_vocab is None, "the whole vocabulary is none of its own"

@@ -126,6 +126,8 @@ class EngineClass:
         if self.layout is None:
             raise ValueError(f"{self.name}: a head of this class is read from a checkpoint or an export of format hf (head.json) alone")
         inner = config.get("transformer_layer_config") or config
+        if not self.block and not inner.get("model_type"):
+            raise ValueError(f"{self.name}: the head's config.json has no model_type, which says of which family its layer is")
         read = config.get("target_hidden_size") or inner.get("hidden_size")
         for name, there in (("hidden_size", inner.get("hidden_size")), ("vocab_size", inner.get("vocab_size")), ("target_hidden_size", read)):
             if there != (here := target[name.removeprefix("target_")]):

@@ -96,7 +96,9 @@ class Eagle3Head(DraftHead):
     def resolve(cls, config: HeadConfig, num_layers: int) -> HeadConfig:
         """With the taps written out. Raises ValueError unless they are ascending layers of the target: engines sort them."""
         taps = config.layout.get("taps")
-        by_default, taps = taps is None, [2, num_layers // 2, num_layers - 3] if taps is None else list(taps)
+        if taps is not None and not (isinstance(taps, list) and all(type(tap) is int for tap in taps)):
+            raise ValueError(f"head.layout.taps={taps} is not a list of layers, e.g. head.layout.taps=[1,2,3]")
+        by_default, taps = taps is None, [2, num_layers // 2, num_layers - 3] if taps is None else taps
         if not taps or taps != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= num_layers:
             what = f"the default for {num_layers} layers" if by_default else f"the target has {num_layers} layers"
             raise ValueError(f"head.layout.taps={taps} are not distinct layers in ascending order ({what}): give others, e.g. head.layout.taps=[1,2,3]")
