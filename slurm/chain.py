@@ -9,7 +9,7 @@ of the stage before. So a changed setting does again what depends on it, and not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from mtp_train.provenance import fingerprint, sha256
 SMALL = 2**20
 """Files up to this many bytes are known by content, larger ones by size and time of change."""
 
-SHARED, OF_A_POINT = SUBMIT_STAGES[:4], SUBMIT_STAGES[4:]
+SHARED = SUBMIT_STAGES[:4]
+"""Stages that all points of a sweep have in common."""
 ARRAYS = ("regenerate", "capture", "eval", "sweep")
 WITH_TARGET = ("regenerate", "capture", "eval")
 """Stages that run the target itself."""
@@ -83,12 +84,12 @@ def processes(config: Config) -> int:
 
 
 def chain(config: Config, points: list[Point]) -> list[Stage]:
-    """The stages of a configuration, in order; each depends on the one before. With points, a sweep and its comparison come after merge."""
+    """All stages of a configuration, in order; each depends on the one before. With points, a sweep and its comparison come after merge."""
     run_dir, prints = Path(config.run_dir), fingerprints(config)
     sizes = {"regenerate": config.precompute.num_parts, "capture": config.precompute.num_parts, "eval": len(config.eval.runs)}
     stages = [Stage(name, tuple(Task(str(i), prints[name], run_dir) for i in range(sizes.get(name, 1)))) for name in SUBMIT_STAGES]
     if not points:
-        return [stage for stage in stages if stage.name in config.submit.stages]
+        return stages
     tasks = []
     for point in points:
         mine = fingerprints(point.config)
@@ -96,8 +97,12 @@ def chain(config: Config, points: list[Point]) -> list[Stage]:
             raise ValueError(f"the sweep's point {point.name} changes what is captured, which all points share: submit it as a run of its own")
         tasks.append(Task(point.name, mine["report"], Path(point.config.run_dir)))
     compare = Task("0", fingerprint([task.fingerprint for task in tasks]), run_dir)
-    shared = [stage for stage in stages if stage.name in SHARED and stage.name in config.submit.stages]
-    return [*shared, Stage("sweep", tuple(tasks)), Stage("compare", (compare,))]
+    return [*stages[: len(SHARED)], Stage("sweep", tuple(tasks)), Stage("compare", (compare,))]
+
+
+def is_picked(stage: Stage, names: Collection[str]) -> bool:
+    """Whether a stage is among the `names` of submit.stages; a sweep and its comparison are picked by the sweep itself."""
+    return stage.name in names or stage.name not in SUBMIT_STAGES
 
 
 def fingerprints(config: Config) -> dict[str, str]:

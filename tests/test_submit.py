@@ -139,6 +139,18 @@ def test_stages_are_picked_and_wait_for_the_nearest_one_before(slurm):
     assert [call["args"][2:] for call in calls(slurm, "sbatch")] == [["train.sbatch"], ["--dependency=afterok:100", "eval.sbatch"]]
 
 
+def test_picked_stages_wait_for_jobs_of_earlier_ones_that_are_not_picked(slurm):
+    run(f"stages={','.join(SHARED)}")
+    with pytest.raises(ValueError, match=r"capture is queued or running as job 102, with other settings"):
+        run("stages=train,export", "precompute.state_dtype=bfloat16")
+    run("stages=train,export")
+    assert submitted(slurm) == [*SHARED, "train", "export"]
+    assert [call["args"][2] for call in calls(slurm, "sbatch")[4:]] == ["--dependency=afterok:103", "--dependency=afterok:104"]
+    run("stages=eval", "sweep=train.optim.lr=1e-3,2e-3")
+    assert submitted(slurm)[6:] == ["sweep", "compare"]
+    assert calls(slurm, "sbatch")[6]["args"][2] == "--dependency=afterok:103"
+
+
 def test_what_is_queued_is_not_submitted_again_and_other_settings_are_refused_meanwhile(slurm):
     run("stages=corpus,regenerate")
     run()
