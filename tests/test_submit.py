@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from mtp_train import config as cfg
+from mtp_train.config_cluster import SUBMIT_STAGES
 from slurm import record, status, submit
 from slurm.chain import chain, fingerprints
 from slurm.render import render
@@ -187,6 +188,17 @@ def test_only_the_missing_tasks_of_an_array_are_submitted(slurm):
     assert [call["args"][2:] for call in calls(slurm, "sbatch")] == [["--array=1-2,5", "capture.sbatch"]]
 
 
+def marks(*extra):
+    """Fingerprints by stage."""
+    config = submit.compose(arguments(*extra)).config
+    return fingerprints(config, Path(config.run_dir))
+
+
+def changed(before, after):
+    """The stages, in order, whose fingerprints differ."""
+    return [name for name in SUBMIT_STAGES if before[name] != after[name]]
+
+
 @pytest.mark.parametrize(
     ("change", "first"),
     [
@@ -199,6 +211,7 @@ def test_only_the_missing_tasks_of_an_array_are_submitted(slurm):
         ("train.optim.lr=3e-3", "train"),
         ("train.save_every=2", None),
         ("train.accumulation=2", "train"),
+        ("train.shards=elsewhere", "train"),
         ("cluster.nodes=2", "train"),
         ("cluster.account=x", None),
         ("export.formats=[hf]", "export"),
@@ -207,22 +220,38 @@ def test_only_the_missing_tasks_of_an_array_are_submitted(slurm):
     ],
 )
 def test_a_changed_setting_does_again_what_depends_on_it(slurm, change, first):
-    before, after = (fingerprints(submit.compose(arguments(*extra)).config) for extra in ((), (change,)))
-    changed = [name for name in before if before[name] != after[name]]
-    assert changed == ([] if first is None else list(before)[list(before).index(first) :])
+    assert changed(marks(), marks(change)) == ([] if first is None else list(SUBMIT_STAGES[SUBMIT_STAGES.index(first) :]))
 
 
 def test_changed_input_files_are_seen_by_content(slurm):
-    def changed(before):
-        return next((name for name, mark in fingerprints(submit.compose(arguments()).config).items() if mark != before[name]), None)
-
-    marks = fingerprints(submit.compose(arguments()).config)
+    before = marks()
     os.utime("train.jsonl", (1, 1))
-    assert changed(marks) is None
+    assert not changed(before, marks())
     Path("heldout.jsonl").write_text("{}\n")
-    assert changed(marks) == "eval"
+    assert changed(before, marks())[0] == "eval"
     Path("train.jsonl").write_text("{}\n")
-    assert changed(marks) == "corpus"
+    assert changed(before, marks())[0] == "corpus"
+
+
+@pytest.mark.parametrize(
+    ("setting", "stage"),
+    [
+        ("train.init_from={}", "train"),
+        ("train.shards={}", "train"),
+        ("export.checkpoint={}", "export"),
+        ("eval.head={}", "eval"),
+        ("eval.heads=[{}]", "eval"),
+        ("eval.vllm_head={}", "eval"),
+    ],
+)
+def test_files_of_others_are_seen_by_content_and_those_of_the_run_follow_the_stages_that_made_them(slurm, setting, stage):
+    for folder, first in ((Path("other"), [stage]), (run_dir() / "own", [])):
+        folder.mkdir(parents=True)
+        (folder / "head.safetensors").write_text("before")
+        override = setting.format(f'"{folder}"')
+        before = marks(override)
+        (folder / "head.safetensors").write_text("after")
+        assert changed(before, marks(override))[:1] == first
 
 
 def test_what_was_made_otherwise_is_set_aside_and_never_gone_on_from(slurm):
@@ -559,3 +588,7 @@ def test_points_expand_with_everything_of_the_base(slurm):
     points = expand("train.optim.lr=1e-3,2e-3", base, lambda *more: submit.compose(arguments(*more)).config)
     assert [point.config.train.optim.lr for point in points] == [1e-3, 2e-3]
     assert {point.config.train.shards for point in points} == {base.train.shards}
+    before = chain(base, points)
+    (run_dir() / "shards").mkdir(parents=True)
+    (run_dir() / "shards" / "x").write_text("captured, which is known by its own fingerprint")
+    assert chain(base, points) == before
