@@ -400,12 +400,25 @@ def test_a_failure_is_retried_and_then_said_with_where_to_look(slurm, codes, goo
 
 
 def test_an_environment_is_kept_without_secrets(slurm, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("WANDB_API_KEY", "hidden")
+    monkeypatch.setenv("SSH_PRIVATE_KEY", "-----BEGIN\nhidden\nhidden=1\n-----END")
+    monkeypatch.setenv("http_proxy", "http://user:hidden@proxy:3128/")
+    monkeypatch.setenv("MIRROR", "http://mirror:3128/")
+    monkeypatch.setenv("TWO_LINES", "one\ntwo")
     run()
     Job(slurm, "train").end()
     (kept,) = Path(calls(slurm, "sbatch")[0]["cwd"]).glob("logs/train-4242.env")
-    assert "SLURM_JOB_NODELIST=n[1-2]" in kept.read_text()
-    assert "WANDB_API_KEY" not in kept.read_text()
+    lines = kept.read_text().splitlines()
+    assert {"SLURM_JOB_NODELIST=n[1-2]", "MIRROR=http://mirror:3128/", "TWO_LINES=one", "two"} <= set(lines)
+    assert not [line for line in lines if "hidden" in line or "WANDB_API_KEY" in line]
+
+
+def test_the_clusters_setup_may_use_what_is_not_set(slurm):
+    run('cluster.setup=["[ -z $CONDA_SHLVL_OF_NOBODY ] && export FROM_SETUP=1"]', "stages=export")
+    code, output = Job(slurm, "export").end()
+    assert code == 0, output
+    (kept,) = Path(calls(slurm, "sbatch")[0]["cwd"]).glob("logs/export-4242.env")
+    assert "FROM_SETUP=1" in kept.read_text().splitlines()
 
 
 # ---------------------------------------------------------------- sweeps
