@@ -18,6 +18,7 @@ from mtp_train import config as cfg
 from mtp_train.config_cluster import SUBMIT_STAGES
 from slurm import record, status, submit
 from slurm.chain import chain, fingerprints
+from slurm.compare import compare
 from slurm.render import render
 from slurm.sweep import combinations, expand, name_of
 from tests.conftest import source
@@ -455,6 +456,21 @@ def test_a_sweep_captures_once_and_its_points_share_the_shards(slurm):
 def test_a_sweep_over_what_is_captured_is_refused(slurm):
     with pytest.raises(ValueError, match="changes what is captured"):
         run("sweep=data.max_length=50,60")
+
+
+@pytest.mark.parametrize(("engine", "folder"), [("embedded", "eval"), ("vllm", "eval-vllm")])
+def test_a_comparison_takes_the_reports_of_the_configured_engine(tmp_path, engine, folder):
+    points = [{"name": "lr=1", "overrides": ["lr=1"]}, {"name": "lr=2", "overrides": ["lr=2"]}]
+    report = json.loads((GOLDEN.parent / "report.json").read_text())
+    for point in points:
+        for name in ("eval", "eval-vllm"):
+            report["runs"][0]["name"] = f"{point['name']} in {name}"
+            (tmp_path / point["name"] / name).mkdir(parents=True)
+            (tmp_path / point["name"] / name / "report.json").write_text(json.dumps(report))
+    assert [row["run"] for row in compare(points, tmp_path, engine)] == [f"lr=1 in {folder}", f"lr=2 in {folder}"]
+    (tmp_path / "lr=2" / folder / "report.json").unlink()
+    with pytest.raises(FileNotFoundError, match=f"point lr=2 was not measured with engine={engine}"):
+        compare(points, tmp_path, engine)
 
 
 @pytest.mark.slow
