@@ -150,7 +150,7 @@ class Claim:
 
     A node that SLURM has given up may be alive: its processes go on while the job is started anew elsewhere, out of reach of any lock. So the
     file names the attempt that writes. The newest takes over, and the former stops at its next `check` (checksums tell of a write that was
-    past it). Outside SLURM, and in one attempt, a second process on this host is refused as long as the first lives.
+    past it). From a process that still holds the lock only a later attempt of SLURM takes over, and only from an earlier one: every other is refused.
 
     Raises:
         ValueError: refused, or (`check`) another attempt has taken over; says who.
@@ -161,13 +161,13 @@ class Claim:
         path.touch()
         self.path, self.attempt, self._file = path, attempt_id(), path.open("r+b", buffering=0)
         alone, holder = self._lock(), self._holder()
-        if not alone and (holder == self.attempt or not self.attempt.startswith("slurm")):
-            self.close()
-            raise ValueError(f"another process is writing here (it holds {path})")
-        if holder and is_later(holder, self.attempt):
+        if is_later(holder, self.attempt):
             self.close()
             raise ValueError(f"{path}: {holder!r} writes here, started after this {self.attempt!r} (if job ids have begun anew since, delete the file)")
-        if holder and not alone:
+        if not alone and not is_later(self.attempt, holder):
+            self.close()
+            raise ValueError(f"another process is writing here: {holder!r} holds {path}, and this {self.attempt!r} is no later start of a SLURM job")
+        if not alone:
             log.warning("%s: taken over from %r, which still runs", path, holder)
         self._file.write(f"{self.attempt:<255}\n".encode())  # always of one length, over what stands there
         os.fsync(self._file.fileno())

@@ -9,7 +9,7 @@ of the stage before. So a changed setting does again what depends on it, and not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from mtp_train.provenance import fingerprint, sha256
 SMALL = 2**20
 """Files up to this many bytes are known by content, larger ones by size and time of change."""
 
-SHARED, OF_A_POINT = SUBMIT_STAGES[:4], SUBMIT_STAGES[4:]
+SHARED = SUBMIT_STAGES[:4]
+"""Stages that all points of a sweep have in common."""
 ARRAYS = ("regenerate", "capture", "eval", "sweep")
 WITH_TARGET = ("regenerate", "capture", "eval")
 """Stages that run the target itself."""
@@ -43,7 +44,7 @@ WITHOUT_EFFECT = {
     "train": ("shards", "rows_per_batch", "accumulation", "log_every", "validate_every", "save_every", "validate_with", "keep_last", "resume", "wandb"),
     "eval": ("steps", "part"),
 }
-"""Settings that change no output (or, of training, are counted otherwise): they may be changed without doing a stage again."""
+"""Settings that change no output, or are counted otherwise (rows of a step, content of shards): alone they do no stage again."""
 
 
 @dataclass(frozen=True)
@@ -83,53 +84,59 @@ def processes(config: Config) -> int:
 
 
 def chain(config: Config, points: list[Point]) -> list[Stage]:
-    """The stages of a configuration, in order; each depends on the one before. With points, a sweep and its comparison come after merge."""
-    run_dir, prints = Path(config.run_dir), fingerprints(config)
+    """All stages of a configuration, in order; each depends on the one before. With points, a sweep and its comparison come after merge."""
+    run_dir = Path(config.run_dir)
+    prints = fingerprints(config, run_dir)
     sizes = {"regenerate": config.precompute.num_parts, "capture": config.precompute.num_parts, "eval": len(config.eval.runs)}
     stages = [Stage(name, tuple(Task(str(i), prints[name], run_dir) for i in range(sizes.get(name, 1)))) for name in SUBMIT_STAGES]
     if not points:
-        return [stage for stage in stages if stage.name in config.submit.stages]
+        return stages
     tasks = []
     for point in points:
-        mine = fingerprints(point.config)
+        mine = fingerprints(point.config, run_dir)
         if mine["merge"] != prints["merge"]:
             raise ValueError(f"the sweep's point {point.name} changes what is captured, which all points share: submit it as a run of its own")
         tasks.append(Task(point.name, mine["report"], Path(point.config.run_dir)))
     compare = Task("0", fingerprint([task.fingerprint for task in tasks]), run_dir)
-    shared = [stage for stage in stages if stage.name in SHARED and stage.name in config.submit.stages]
-    return [*shared, Stage("sweep", tuple(tasks)), Stage("compare", (compare,))]
+    return [*stages[: len(SHARED)], Stage("sweep", tuple(tasks)), Stage("compare", (compare,))]
 
 
-def fingerprints(config: Config) -> dict[str, str]:
-    """By stage."""
+def is_picked(stage: Stage, names: Collection[str]) -> bool:
+    """Whether a stage is among the `names` of submit.stages; a sweep and its comparison are picked by the sweep itself."""
+    return stage.name in names or stage.name not in SUBMIT_STAGES
+
+
+def fingerprints(config: Config, own: Path) -> dict[str, str]:
+    """By stage. `own` is the run directory (for a point of a sweep, that of the whole sweep): what lies there is known by the stages that made it."""
     out, before = {}, ""
     for name in SUBMIT_STAGES:
-        before = out[name] = fingerprint([name, before, settings(config, name)])
+        before = out[name] = fingerprint([name, before, settings(config, name, own)])
     return out
 
 
-def settings(config: Config, stage: str) -> Any:
-    """What changes a stage's output, beside what the stages before it left."""
+def settings(config: Config, stage: str, own: Path) -> Any:
+    """What changes a stage's output, beside what the stages before it left in the run directory `own`."""
     data, precompute, head = asdict(config.data), asdict(config.precompute), asdict(config.head)
     regenerate = precompute["regenerate"]
     demo = asdict(config.demo) if "demo" in config.precompute.steps else None  # its step makes its own files
     if stage == "corpus":
         paths = [] if demo else [source.path for source in config.data.train + config.data.validation]
-        return [data["train"], data["validation"], regenerate["enabled"], demo, content(paths, config.run_dir)]
+        return [data["train"], data["validation"], regenerate["enabled"], demo, content(paths, own)]
     if stage == "regenerate":
         answers = [config.engine.name, config.target.dtype, _only(regenerate, stage)] if regenerate["enabled"] else None
-        target = content([] if demo else [config.target.path], config.run_dir)
+        target = content([] if demo else [config.target.path], own)
         return [config.target.path, target, data["max_length"], data["turns"], data["template_kwargs"], precompute["num_parts"], answers]
     if stage == "capture":
         taps = head["layout"].get("taps", []) if precompute["tap_layers"] is None else precompute["tap_layers"]
         return [config.engine.name, config.target.dtype, taps, precompute["shard_tokens"], precompute["state_dtype"]]
     if stage == "train":
         rows = config.train.rows_per_batch * config.train.accumulation * config.cluster.nodes * processes(config)
-        return [head, _only(asdict(config.train), stage), rows]
+        return [head, _only(asdict(config.train), stage), rows, content([config.train.init_from, config.train.shards], own)]
     if stage == "export":
-        return asdict(config.export)
+        return [asdict(config.export), content([] if config.export.checkpoint in ("best", "last") else [config.export.checkpoint], own)]
     if stage == "eval":
-        return [_only(asdict(config.eval), stage), config.engine.name, content([config.eval.prompts or ""], config.run_dir)]
+        files = [config.eval.prompts, config.eval.head, *config.eval.heads, config.eval.vllm_head]
+        return [_only(asdict(config.eval), stage), config.engine.name, content(files, own)]
     return None
 
 
@@ -137,12 +144,13 @@ def _only(section: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in section.items() if key not in WITHOUT_EFFECT[name]}
 
 
-def content(paths: Iterable[str], run_dir: str) -> list[Any]:
-    """What files (and the files of folders) hold, cheaply. A path that is not here (a hub's id) or inside of the run directory (the run's own) is its name."""
+def content(paths: Iterable[str | None], own: Path) -> list[Any]:
+    """What files (and the files of folders) hold, cheaply. A path that is not here (a hub's id) is its name; one inside of the run directory is left out."""
     out: list[Any] = []
-    own = Path(run_dir).absolute()
-    for path in map(Path, paths):
-        if own in path.absolute().parents or not path.exists():
+    for path in map(Path, filter(None, paths)):
+        if own.absolute() in path.absolute().parents:
+            continue
+        if not path.exists():
             out.append(str(path))
             continue
         files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))

@@ -1,6 +1,6 @@
 """The points of a sweep side by side: `python -m slurm.compare points.json SWEEP_DIR` writes comparison.md and comparison.json there.
 
-Figures are those of each point's eval/report.json: the acceptance length of its first run with its 95 % interval, and its best speed-up.
+Figures are those of each point's report by the configured engine: the acceptance length of its first run with its 95 % interval, and its best speed-up.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train import cli
+from mtp_train import config as cfg
 from mtp_train.provenance import atomic_write
 
 log = logging.getLogger(__name__)
@@ -33,11 +34,13 @@ def row_of(name: str, overrides: list[str], report: dict[str, Any]) -> dict[str,
     }
 
 
-def compare(points: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Rows of all points, the longest acceptance first."""
+def compare(points: list[dict[str, Any]], folder: Path, engine: str) -> list[dict[str, Any]]:
+    """Rows of all points, the longest acceptance first. Raises FileNotFoundError for a point that `engine` has not measured."""
     rows = []
     for point in points:
-        (path,) = (folder / point["name"]).glob("eval*/report.json")
+        path = folder / point["name"] / ("eval" if engine == "embedded" else f"eval-{engine}") / "report.json"  # as eval/run.py has it
+        if not path.exists():
+            raise FileNotFoundError(f"the sweep's point {point['name']} was not measured with engine={engine}: there is no {path}")
         rows.append(row_of(point["name"], point["overrides"], json.loads(path.read_text())))
     return sorted(rows, key=lambda row: -(row["acceptance_length"]["value"] or 0.0))
 
@@ -60,12 +63,13 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Write the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("points", type=Path, help="points.json of a submission")
+    parser.add_argument("points", type=Path, help="points.json of a submission, whose config.yaml is beside it")
     parser.add_argument("folder", type=Path, help="sweep/ of the run directory")
     options = parser.parse_args()
     cli.set_up_logging()
     with cli.one_line_errors():
-        rows = compare(json.loads(options.points.read_text()), options.folder)
+        engine = cfg.read(options.points.with_name("config.yaml")).engine.name
+        rows = compare(json.loads(options.points.read_text()), options.folder, engine)
         atomic_write(options.folder / "comparison.json", json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
         atomic_write(options.folder / "comparison.md", markdown(rows))
         log.info("%s", markdown(rows))

@@ -20,11 +20,14 @@ export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun does not inherit it (SLURM 22.05 and later)
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-1} / processes > 0 ? ${SLURM_CPUS_PER_TASK:-1} / processes : 1))
 @{env}
+set +u # what is sourced here need not bear it
 @{setup}
+set -u
 cd -- @{cwd} || exit 1 # relative paths of the configuration begin here
 mkdir -p -- "$run_dir/slurm/done" "$run_dir/slurm/failed"
 rm -f -- "$run_dir/slurm/failed/$name"
-env | grep -viE '^[a-z0-9_]*(token|key|secret|passw|credential)[a-z0-9_]*=' | sort >"$submission/logs/$stage-$job.env"
+# Without what looks like a secret: by its name, or a URL with a user in it. A variable is one record, of however many lines.
+env -0 | LC_ALL=C grep -zviE '^[a-z0-9_]*(token|key|secret|passw|credential)[a-z0-9_]*=|://[^[:space:]]*@' | sort -z | tr '\0' '\n' >"$submission/logs/$stage-$job.env"
 echo "== $(date -u +%FT%TZ) $stage, task $task: job $job on ${SLURM_JOB_NODELIST:-?}, started $((restarts + 1)) times"
 
 leave_if_replaced() { # SLURM has lost this node and starts the job anew: what goes on here marks nothing and queues nothing (srun gives 0 for a lost step)

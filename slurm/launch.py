@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,14 @@ def topology(env: Mapping[str, str]) -> list[str]:
         raise ValueError(f"{' and '.join(missing)} not set: the batch script takes them from scontrol show hostnames and the job's id")
     place = {"nnodes": nodes, "node-rank": env["SLURM_NODEID"], "master-addr": env["MASTER_ADDR"], "master-port": env["MASTER_PORT"]}
     return [f"--{name}={value}" for name, value in place.items()]
+
+
+def scratch_folder(scratch: str, job: str) -> Path:
+    """The job's own folder on the node's disk. Raises ValueError where a variable of cluster.scratch is not set here, or the path is relative."""
+    folder = os.path.expandvars(scratch)
+    if "$" in folder or not os.path.isabs(folder):
+        raise ValueError(f"cluster.scratch={scratch} is {folder!r} on {socket.gethostname()}: it must be an absolute path, of variables that are set there")
+    return Path(folder) / f"mtp-{job}"
 
 
 def stage_in(source: Path, scratch: Path) -> Path:
@@ -122,8 +131,8 @@ def main() -> None:
     code = 1
     with cli.one_line_errors():
         config = cfg.read(options.config, overrides)
-        scratch = config.cluster.scratch and Path(os.path.expandvars(config.cluster.scratch)) / f"mtp-{os.environ.get('SLURM_JOB_ID', '')}"
-        hand_on_usr1(scratch or None)
+        scratch = scratch_folder(config.cluster.scratch, os.environ.get("SLURM_JOB_ID", "")) if config.cluster.scratch else None
+        hand_on_usr1(scratch)
         try:
             if scratch:
                 copies = stage_in(Path(config.train.shards), scratch)

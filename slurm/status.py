@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from mtp_train.config import Config
 from mtp_train.config_cluster import SUBMIT_STAGES
 from mtp_train.metrics import read_metrics
 from slurm import queue, record
-from slurm.chain import Stage, chain, finished
+from slurm.chain import Stage, chain, finished, is_picked
 
 HEAD = ("stage", "job", "state", "tasks", "time", "progress")
 
@@ -26,10 +25,9 @@ def table(run_dir: Path, now: float) -> str:
     os.chdir(known.cwd)
     config, points = record.load(run_dir / "slurm" / known.submission, [])
     every = [name for name in SUBMIT_STAGES if name in known.stages or name in config.submit.stages]
-    config = replace(config, submit=replace(config.submit, stages=every))
     jobs, trouble = queue.ask(entry.job for entry in known.stages.values())
     rows = [HEAD]
-    for stage in chain(config, points):
+    for stage in (stage for stage in chain(config, points) if is_picked(stage, every)):
         entry = known.stages.get(stage.name)
         mine = [job for job in jobs if entry and job.id == entry.job]
         done = finished(stage, run_dir)

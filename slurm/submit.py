@@ -29,7 +29,7 @@ from mtp_train.config_cluster import SUBMIT_STAGES
 from mtp_train.planner import report, run_hours
 from mtp_train.provenance import Claim
 from slurm import queue, record, status
-from slurm.chain import ARRAYS, Point, Stage, chain, finished, processes
+from slurm.chain import ARRAYS, Point, Stage, chain, finished, is_picked, processes
 from slurm.render import render
 from slurm.sweep import expand, link_shared
 
@@ -114,9 +114,16 @@ def saved(run_dir: Path, overrides: list[str]) -> Request:
 
 
 def plan(request: Request, known: dict[str, record.Entry], jobs: list[queue.Job]) -> list[Todo]:
-    """The stages to submit. Raises ValueError where a job of another configuration is still at one of them."""
+    """The stages to submit: of those that are picked, what is missing. They wait for jobs at earlier stages as well, picked or not.
+
+    Raises ValueError where a job of another configuration is still at a stage, up to the last one picked.
+    """
     hours, out, before = expected_hours(request.config), list[Todo](), None
-    for stage in chain(request.config, request.points):
+    stages = chain(request.config, request.points)
+    picked = [is_picked(stage, request.config.submit.stages) for stage in stages]
+    for at, stage in enumerate(stages):
+        if not any(picked[at:]):
+            break
         done = finished(stage, request.run_dir)
         entry = known.get(stage.name)
         if entry and is_active(entry, jobs):
@@ -124,6 +131,8 @@ def plan(request: Request, known: dict[str, record.Entry], jobs: list[queue.Job]
                 raise ValueError(f"{stage.name} is queued or running as job {entry.job}, with other settings: wait for it, or scancel {entry.job}")
             log.info("%-10s  is queued or running as job %s", stage.name, entry.job)
             before = entry.job
+        elif not picked[at]:
+            continue
         elif all(done):
             log.info("%-10s  is finished", stage.name)
         else:

@@ -49,7 +49,7 @@ def test_a_second_process_is_refused_while_the_first_lives(attempt, tmp_path, jo
 
 @pytest.mark.parametrize(
     ("former", "later"),
-    [((7,), (7, 1)), ((7, 2), (7, 10)), ((9,), (10,)), ((7, 3), (8,)), ((7,), (3, 0, "elsewhere")), ((None,), (3,))],
+    [((7,), (7, 1)), ((7, 2), (7, 10)), ((9,), (10,)), ((7, 3), (8,))],
 )
 def test_the_later_attempt_takes_over_and_the_former_never_again(attempt, tmp_path, former, later):
     attempt(*former)
@@ -61,11 +61,22 @@ def test_the_later_attempt_takes_over_and_the_former_never_again(attempt, tmp_pa
         replacement.check()
         with pytest.raises(ValueError, match=r"slurm \S+ \d+ \d+' has taken over from '.*writes nothing more"):
             orphan.check()
-    if former[0] and len(later) < 3:  # its batch script tries again
-        attempt(*former)
-        with pytest.raises(ValueError, match="started after this"):
+    attempt(*former)  # its batch script tries again
+    with pytest.raises(ValueError, match="started after this"):
+        Claim(tmp_path / "lock")
+    replacement.check()
+
+
+@pytest.mark.parametrize(("first", "second"), [((None,), (3,)), ((7,), (None,)), ((7,), (30, 0, "elsewhere"))])
+def test_of_attempts_that_are_not_one_after_the_other_the_living_one_stays(attempt, tmp_path, first, second):
+    attempt(*first)
+    with Claim(tmp_path / "lock") as living:
+        attempt(*second)
+        with pytest.raises(ValueError, match=r"another process is writing here: .(process|slurm here 7 0).*lock, and this .(process|slurm \w+ \d)"):
             Claim(tmp_path / "lock")
-        replacement.check()
+        living.check()
+    with Claim(tmp_path / "lock") as next_one:
+        next_one.check()
 
 
 def test_order_is_known_within_a_cluster_alone():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +17,7 @@ from mtp_train.checkpoint import checkpoints, read_state
 from mtp_train.config import compose
 from mtp_train.metrics import read_metrics
 from mtp_train.provenance import write_provenance
-from slurm.launch import stage_in, topology
+from slurm.launch import scratch_folder, stage_in, topology
 from tests.ranks import QUIET, ROOT, free_port
 
 # As SLURM 22.05 sets them, on the second of two nodes.
@@ -43,6 +45,15 @@ def test_the_place_of_a_node_is_its_steps():
 def test_another_place_is_refused(env, message):
     with pytest.raises(ValueError, match=message):
         topology(env)
+
+
+def test_scratch_is_an_absolute_folder_of_the_job(monkeypatch):
+    monkeypatch.setenv("PLACE", "/local disk")
+    monkeypatch.delenv("UNSET", raising=False)
+    assert scratch_folder("$PLACE/x", "42") == Path("/local disk/x/mtp-42")
+    for wrong in ("$UNSET", "${UNSET}/x", "/local/$UNSET", "tmp"):
+        with pytest.raises(ValueError, match=re.escape(f"cluster.scratch={wrong} is '{wrong}' on ")):
+            scratch_folder(wrong, "42")
 
 
 def test_shards_are_copied_once_and_checked_by_size(tmp_path):

@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from mtp_train import config as cfg
+from mtp_train.config_cluster import SUBMIT_STAGES
 from slurm import record, status, submit
 from slurm.chain import chain, fingerprints
+from slurm.compare import compare
 from slurm.render import render
 from slurm.sweep import combinations, expand, name_of
 from tests.conftest import source
@@ -139,6 +141,18 @@ def test_stages_are_picked_and_wait_for_the_nearest_one_before(slurm):
     assert [call["args"][2:] for call in calls(slurm, "sbatch")] == [["train.sbatch"], ["--dependency=afterok:100", "eval.sbatch"]]
 
 
+def test_picked_stages_wait_for_jobs_of_earlier_ones_that_are_not_picked(slurm):
+    run(f"stages={','.join(SHARED)}")
+    with pytest.raises(ValueError, match=r"capture is queued or running as job 102, with other settings"):
+        run("stages=train,export", "precompute.state_dtype=bfloat16")
+    run("stages=train,export")
+    assert submitted(slurm) == [*SHARED, "train", "export"]
+    assert [call["args"][2] for call in calls(slurm, "sbatch")[4:]] == ["--dependency=afterok:103", "--dependency=afterok:104"]
+    run("stages=eval", "sweep=train.optim.lr=1e-3,2e-3")
+    assert submitted(slurm)[6:] == ["sweep", "compare"]
+    assert calls(slurm, "sbatch")[6]["args"][2] == "--dependency=afterok:103"
+
+
 def test_what_is_queued_is_not_submitted_again_and_other_settings_are_refused_meanwhile(slurm):
     run("stages=corpus,regenerate")
     run()
@@ -175,6 +189,17 @@ def test_only_the_missing_tasks_of_an_array_are_submitted(slurm):
     assert [call["args"][2:] for call in calls(slurm, "sbatch")] == [["--array=1-2,5", "capture.sbatch"]]
 
 
+def marks(*extra):
+    """Fingerprints by stage."""
+    config = submit.compose(arguments(*extra)).config
+    return fingerprints(config, Path(config.run_dir))
+
+
+def changed(before, after):
+    """The stages, in order, whose fingerprints differ."""
+    return [name for name in SUBMIT_STAGES if before[name] != after[name]]
+
+
 @pytest.mark.parametrize(
     ("change", "first"),
     [
@@ -187,6 +212,7 @@ def test_only_the_missing_tasks_of_an_array_are_submitted(slurm):
         ("train.optim.lr=3e-3", "train"),
         ("train.save_every=2", None),
         ("train.accumulation=2", "train"),
+        ("train.shards=elsewhere", "train"),
         ("cluster.nodes=2", "train"),
         ("cluster.account=x", None),
         ("export.formats=[hf]", "export"),
@@ -195,22 +221,38 @@ def test_only_the_missing_tasks_of_an_array_are_submitted(slurm):
     ],
 )
 def test_a_changed_setting_does_again_what_depends_on_it(slurm, change, first):
-    before, after = (fingerprints(submit.compose(arguments(*extra)).config) for extra in ((), (change,)))
-    changed = [name for name in before if before[name] != after[name]]
-    assert changed == ([] if first is None else list(before)[list(before).index(first) :])
+    assert changed(marks(), marks(change)) == ([] if first is None else list(SUBMIT_STAGES[SUBMIT_STAGES.index(first) :]))
 
 
 def test_changed_input_files_are_seen_by_content(slurm):
-    def changed(before):
-        return next((name for name, mark in fingerprints(submit.compose(arguments()).config).items() if mark != before[name]), None)
-
-    marks = fingerprints(submit.compose(arguments()).config)
+    before = marks()
     os.utime("train.jsonl", (1, 1))
-    assert changed(marks) is None
+    assert not changed(before, marks())
     Path("heldout.jsonl").write_text("{}\n")
-    assert changed(marks) == "eval"
+    assert changed(before, marks())[0] == "eval"
     Path("train.jsonl").write_text("{}\n")
-    assert changed(marks) == "corpus"
+    assert changed(before, marks())[0] == "corpus"
+
+
+@pytest.mark.parametrize(
+    ("setting", "stage"),
+    [
+        ("train.init_from={}", "train"),
+        ("train.shards={}", "train"),
+        ("export.checkpoint={}", "export"),
+        ("eval.head={}", "eval"),
+        ("eval.heads=[{}]", "eval"),
+        ("eval.vllm_head={}", "eval"),
+    ],
+)
+def test_files_of_others_are_seen_by_content_and_those_of_the_run_follow_the_stages_that_made_them(slurm, setting, stage):
+    for folder, first in ((Path("other"), [stage]), (run_dir() / "own", [])):
+        folder.mkdir(parents=True)
+        (folder / "head.safetensors").write_text("before")
+        override = setting.format(f'"{folder}"')
+        before = marks(override)
+        (folder / "head.safetensors").write_text("after")
+        assert changed(before, marks(override))[:1] == first
 
 
 def test_what_was_made_otherwise_is_set_aside_and_never_gone_on_from(slurm):
@@ -359,12 +401,25 @@ def test_a_failure_is_retried_and_then_said_with_where_to_look(slurm, codes, goo
 
 
 def test_an_environment_is_kept_without_secrets(slurm, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("WANDB_API_KEY", "hidden")
+    monkeypatch.setenv("SSH_PRIVATE_KEY", "-----BEGIN\nhidden\nhidden=1\n-----END")
+    monkeypatch.setenv("http_proxy", "http://user:hidden@proxy:3128/")
+    monkeypatch.setenv("MIRROR", "http://mirror:3128/")
+    monkeypatch.setenv("TWO_LINES", "one\ntwo")
     run()
     Job(slurm, "train").end()
     (kept,) = Path(calls(slurm, "sbatch")[0]["cwd"]).glob("logs/train-4242.env")
-    assert "SLURM_JOB_NODELIST=n[1-2]" in kept.read_text()
-    assert "WANDB_API_KEY" not in kept.read_text()
+    lines = kept.read_text().splitlines()
+    assert {"SLURM_JOB_NODELIST=n[1-2]", "MIRROR=http://mirror:3128/", "TWO_LINES=one", "two"} <= set(lines)
+    assert not [line for line in lines if "hidden" in line or "WANDB_API_KEY" in line]
+
+
+def test_the_clusters_setup_may_use_what_is_not_set(slurm):
+    run('cluster.setup=["[ -z $CONDA_SHLVL_OF_NOBODY ] && export FROM_SETUP=1"]', "stages=export")
+    code, output = Job(slurm, "export").end()
+    assert code == 0, output
+    (kept,) = Path(calls(slurm, "sbatch")[0]["cwd"]).glob("logs/export-4242.env")
+    assert "FROM_SETUP=1" in kept.read_text().splitlines()
 
 
 # ---------------------------------------------------------------- sweeps
@@ -401,6 +456,21 @@ def test_a_sweep_captures_once_and_its_points_share_the_shards(slurm):
 def test_a_sweep_over_what_is_captured_is_refused(slurm):
     with pytest.raises(ValueError, match="changes what is captured"):
         run("sweep=data.max_length=50,60")
+
+
+@pytest.mark.parametrize(("engine", "folder"), [("embedded", "eval"), ("vllm", "eval-vllm")])
+def test_a_comparison_takes_the_reports_of_the_configured_engine(tmp_path, engine, folder):
+    points = [{"name": "lr=1", "overrides": ["lr=1"]}, {"name": "lr=2", "overrides": ["lr=2"]}]
+    report = json.loads((GOLDEN.parent / "report.json").read_text())
+    for point in points:
+        for name in ("eval", "eval-vllm"):
+            report["runs"][0]["name"] = f"{point['name']} in {name}"
+            (tmp_path / point["name"] / name).mkdir(parents=True)
+            (tmp_path / point["name"] / name / "report.json").write_text(json.dumps(report))
+    assert [row["run"] for row in compare(points, tmp_path, engine)] == [f"lr=1 in {folder}", f"lr=2 in {folder}"]
+    (tmp_path / "lr=2" / folder / "report.json").unlink()
+    with pytest.raises(FileNotFoundError, match=f"point lr=2 was not measured with engine={engine}"):
+        compare(points, tmp_path, engine)
 
 
 @pytest.mark.slow
@@ -547,3 +617,7 @@ def test_points_expand_with_everything_of_the_base(slurm):
     points = expand("train.optim.lr=1e-3,2e-3", base, lambda *more: submit.compose(arguments(*more)).config)
     assert [point.config.train.optim.lr for point in points] == [1e-3, 2e-3]
     assert {point.config.train.shards for point in points} == {base.train.shards}
+    before = chain(base, points)
+    (run_dir() / "shards").mkdir(parents=True)
+    (run_dir() / "shards" / "x").write_text("captured, which is known by its own fingerprint")
+    assert chain(base, points) == before
