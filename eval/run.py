@@ -272,7 +272,7 @@ def stage(config: cfg.Config) -> None:
     """The command mtp-eval: does nothing when the report of these very files and settings is there."""
     if config.eval.heads and not any(comparable(run) for run in config.eval.runs):
         raise ValueError("eval.heads: none of eval.runs has draft_vocab_size=null, and heads are compared on their own vocabularies")
-    report_dir = Path(config.run_dir) / ("eval" if config.engine.name == "embedded" else f"eval-{config.engine.name}")
+    report_dir = cfg.report_dir(config.run_dir, config.engine.name)
     read = what_is_read(config)
     if config.eval.part is not None:
         measure_part(config, config.eval.part, report_dir, read)

@@ -240,6 +240,11 @@ class Config:
     """what mtp-submit submits"""
 
 
+def report_dir(run_dir: str | Path, engine: str) -> Path:
+    """Where mtp-eval writes: a place for each engine."""
+    return Path(run_dir) / ("eval" if engine == "embedded" else f"eval-{engine}")
+
+
 def load(composed: DictConfig) -> Config:
     """The typed configuration, checked. Raises ValueError naming a wrong key or type."""
     try:

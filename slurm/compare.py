@@ -38,7 +38,7 @@ def compare(points: list[dict[str, Any]], folder: Path, engine: str) -> list[dic
     """Rows of all points, the longest acceptance first. Raises FileNotFoundError for a point that `engine` has not measured."""
     rows = []
     for point in points:
-        path = folder / point["name"] / ("eval" if engine == "embedded" else f"eval-{engine}") / "report.json"  # as eval/run.py has it
+        path = cfg.report_dir(folder / point["name"], engine) / "report.json"
         if not path.exists():
             raise FileNotFoundError(f"the sweep's point {point['name']} was not measured with engine={engine}: there is no {path}")
         rows.append(row_of(point["name"], point["overrides"], json.loads(path.read_text())))
