@@ -116,12 +116,13 @@ def run_overrides(folder, target, *extra):
 
 
 def trained_run(folder, target, *extra, captured=None):
-    """Precompute, train and export; returns the overrides. `captured` is a run whose states are trained on."""
+    """Precompute, train and export; returns the overrides. `captured` is a run whose rows and states are trained on."""
     overrides = run_overrides(folder, target, *extra)
     config = compose(*overrides)
     if captured:
         (folder / "run").mkdir()
-        (folder / "run" / "shards").symlink_to(captured / "shards")
+        for name in ("data", "shards"):
+            (folder / "run" / name).symlink_to(captured / name)
     for stage in (train, export) if captured else (precompute, train, export):
         stage(config)
     return overrides
