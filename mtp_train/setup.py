@@ -77,10 +77,11 @@ def set_up(config: cfg.Config) -> Setup:
     ends = FrozenEnds.from_pretrained(config.target.path, dtype=dtype).to(device)
     source = warm_start(config, info) if options.init_from else None
     target_config = AutoConfig.for_model(**source.layer_config) if source else AutoConfig.from_pretrained(config.target.path)
+    layer_config = target_config.to_dict()
     sizes = measure(config.head, target_config)  # before DeepSpeed is there: with ZeRO-3 transformers builds no model on the meta device
     own = source is not None and source.head.lm_head is not None
     vocab = source.draft_vocab if source and own else choose_draft_vocab(reader, config.head.draft_vocab_size, info.vocab_size)
-    check_formats(config.export.formats, config.head, target_config.to_dict(), vocab is not None)
+    check_formats(config.export.formats, config.head, layer_config, vocab is not None)
     draft_vocab = None if vocab is None else vocab.to(device)
     lm_head = ends.head_weight if draft_vocab is None else ends.head_weight[draft_vocab]
     start = Start(ends.norm_weight.float(), lm_head, partial(read_layer, config.target.path))
@@ -96,14 +97,14 @@ def set_up(config: cfg.Config) -> Setup:
     claim = Claim(run_dir / "checkpoints" / ".lock") if dist.is_first() else None
     found = dist.from_first(checkpoints(run_dir / "checkpoints")[-1:]) if options.resume else []
     if found:
-        load_weights(found[0], head, head_info, draft_vocab, target_config.to_dict())
+        load_weights(found[0], head, head_info, draft_vocab, layer_config)
     optimizer = make_optimizer(head, options.optim)
     replica = make_replica(config.distributed.mode, Objective(head, ends, options, draft_vocab, dtype), optimizer, options, device)
     at, window = resume(found[0], replica, data, options.optim) if found else (Progress(), {})
     peak = peak_flops(device)
     meter = Meter(config, sizes, peak * dist.world_size()) if peak else None
     flop_of = partial(_flop_of_all, config, sizes)
-    setup = Setup(device, replica, data, validation, draft_vocab, head_info, target_config.to_dict(), at, window, meter, claim, flop_of)
+    setup = Setup(device, replica, data, validation, draft_vocab, head_info, layer_config, at, window, meter, claim, flop_of)
     if dist.is_first():
         write_provenance(run_dir / "checkpoints", asdict(config))
     describe(setup, head, reader, config, dtype)

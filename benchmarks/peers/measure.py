@@ -1,4 +1,4 @@
-"""Timing of one arm of a benchmark, for both sides. Standard library alone: the peer's environment does not hold our package."""
+"""Timing of one arm of a benchmark, for all sides. Nothing of our package: the peers' environments do not hold it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 
 def peak_mib() -> float:
@@ -38,3 +40,18 @@ def measure(step: Callable[[], float], num_tokens: int, num_steps: int, **about:
         "losses": losses,
     }
     sys.stdout.write(json.dumps(result) + "\n")
+
+
+def measure_training(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], arm: dict[str, Any]) -> None:
+    """`measure` a peer's optimiser steps: its loss, backward, AdamW on all that it trains."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+
+    def step() -> float:
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    measure(step, arm["tokens"], arm["repeats"], **arm, trained=sum(parameter.numel() for parameter in trained))

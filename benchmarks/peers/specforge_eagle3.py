@@ -11,7 +11,7 @@ import sys
 import specforge.algorithms.eagle3.model as eagle3
 import torch
 from eagle3_data import Data, make
-from measure import measure
+from measure import measure_training
 from specforge.core.loss import _compute_loss
 from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
 from transformers import LlamaConfig
@@ -42,10 +42,8 @@ def main() -> None:
     eagle3.LogSoftmaxLoss = TorchLoss
     data = make(arm)
     model = build(arm, data)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3)
 
-    def step() -> float:
+    def loss() -> torch.Tensor:
         losses = model(
             input_ids=data.input_ids,
             attention_mask=torch.ones_like(data.input_ids, dtype=torch.bool),
@@ -55,13 +53,9 @@ def main() -> None:
             target_hidden_for_compact=data.last,
             target_head_weight=data.lm_head,
         )[0]
-        loss = sum(losses)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
+        return sum(losses)
 
-    measure(step, arm["tokens"], arm["repeats"], **arm, trained=sum(parameter.numel() for parameter in trained))
+    measure_training(model, loss, arm)
 
 
 if __name__ == "__main__":

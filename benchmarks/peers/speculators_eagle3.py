@@ -10,7 +10,7 @@ import sys
 
 import torch
 from eagle3_data import Data, make
-from measure import measure
+from measure import measure_training
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -47,13 +47,11 @@ def main() -> None:
     torch.set_num_threads(arm["threads"])
     data = make(arm)
     model = build(arm, data)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3)
     loss_config = resolve_loss_config(json.dumps({"kl_div": 1.0}), "eager")
     documents = torch.zeros_like(data.input_ids)
 
-    def step() -> float:
-        _, loss, _ = model(
+    def loss() -> torch.Tensor:
+        _, total, _ = model(
             hidden_states=data.taps,
             input_ids=data.input_ids,
             document_ids=documents,
@@ -62,12 +60,9 @@ def main() -> None:
             ttt_steps=arm["unroll_steps"],
             loss_config=loss_config,
         )
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
+        return total
 
-    measure(step, arm["tokens"], arm["repeats"], **arm, trained=sum(parameter.numel() for parameter in trained))
+    measure_training(model, loss, arm)
 
 
 if __name__ == "__main__":

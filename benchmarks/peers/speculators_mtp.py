@@ -9,7 +9,7 @@ import json
 import sys
 
 import torch
-from measure import measure
+from measure import measure_training
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig, compute_step_weights
 from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -37,22 +37,17 @@ def main() -> None:
     torch.manual_seed(0)
     sizes, num_tokens, num_steps = arm["sizes"], arm["tokens"], arm["unroll_steps"]
     model = build(sizes, num_steps)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3)
     input_ids = torch.randint(0, sizes["vocab_size"], (1, num_tokens))
     hidden_states = torch.randn(1, num_tokens, sizes["hidden_size"])
     loss_mask = torch.arange(num_tokens)[None] >= num_tokens - round(num_tokens * arm["share"])
     weights = compute_step_weights(num_steps=num_steps)
 
-    def step() -> float:
+    def loss() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=arm["dtype"] == "bfloat16"):
-            _, loss, _ = model(input_ids=input_ids, hidden_states=hidden_states, loss_mask=loss_mask, step_weights=weights)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
+            _, total, _ = model(input_ids=input_ids, hidden_states=hidden_states, loss_mask=loss_mask, step_weights=weights)
+        return total
 
-    measure(step, num_tokens, arm["repeats"], **arm, trained=sum(parameter.numel() for parameter in trained))
+    measure_training(model, loss, arm)
 
 
 if __name__ == "__main__":
