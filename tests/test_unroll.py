@@ -285,8 +285,8 @@ def test_a_batch_of_nothing_but_padding_gives_zero_gradients(family, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "family"), [("mtp", "qwen3"), ("mtp", "deepseek_v2"), ("eagle1", "qwen3"), ("eagle3", "qwen3"), ("eagle3.1", "qwen3")]
-)  # the tiny Llama amplifies rounding: 0.17, with the dense attention too
+    ("name", "family"), [("mtp", "qwen3"), ("mtp", "deepseek_v2"), ("eagle1", "qwen3"), ("eagle3", "qwen3"), ("eagle3.1", "qwen3")],
+)  # fmt: skip  # the tiny Llama amplifies rounding: 0.17, with the dense attention too
 def test_under_autocast_values_and_gradients_are_those_of_float32_within_bfloat16(family, name):
     """The rotation leaves queries and keys in float32 there, the values are bfloat16."""
     model, config = tiny_target(family), named(name)
@@ -302,6 +302,32 @@ def test_under_autocast_values_and_gradients_are_those_of_float32_within_bfloat1
         found.append([students.detach().float(), head.block.layers[0].self_attn.o_proj.weight.grad, projection.weight.grad])
     for exact, rounded in zip(*found):
         assert float((rounded - exact).norm() / exact.norm()) < 0.08  # three recurrent steps, each rounded to 8 bits
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "qwen3_moe", "mixtral"])
+def test_under_autocast_experts_are_chosen_in_float32_and_multiply_in_bfloat16(family):
+    """transformers gives the opposite: its router is a product that autocast rounds, and its batched experts are products that autocast does not know."""
+    model = tiny_target(family)
+    layer, hidden = build_head(head_config(dense_mlp=False), model.config).block.layers[0], torch.randn(1, 200, 64)
+    torch.nn.init.normal_(layer.mlp.gate.weight, std=0.02)  # near ties
+    chosen, kinds = [], set()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "grouped_mm" in str(func):
+                kinds.add(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    layer.mlp.gate.register_forward_hook(lambda _m, _i, out: chosen.append(out[2].sort(-1).values))
+    exact = layer.mlp(hidden)
+    with torch.autocast("cpu", torch.bfloat16), Products():
+        rounded = layer.mlp(hidden)
+    rounded.float().square().mean().backward()
+    assert torch.equal(chosen[0], chosen[1])
+    assert kinds == {torch.bfloat16}
+    assert float((rounded - exact).norm() / exact.norm()) < 0.02
+    for name, parameter in layer.mlp.named_parameters():
+        assert not parameter.requires_grad or (parameter.dtype == torch.float32 and bool(parameter.grad.any())), name
 
 
 # ---------------------------------------------------------------- memory

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +75,34 @@ def _keep_buffers(layer: nn.Module) -> None:
                 module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
 
 
+def _exactly(forward: Any, hidden_states: Tensor, *args: Any) -> Any:
+    """Without autocast: which experts a token meets must not differ between training and a target that decides it in float32."""
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        return forward(hidden_states.float(), *args)
+
+
+def _autocast(module: nn.Module, forward: Any, hidden_states: Tensor, *args: Any) -> Any:
+    """With the weights cast, as autocast casts those of a Linear: it does not know the products of batched experts."""
+    device = hidden_states.device.type
+    if not torch.is_autocast_enabled(device):
+        return forward(hidden_states, *args)
+    dtype, own = torch.get_autocast_dtype(device), module._parameters
+    module._parameters = {name: None if parameter is None else parameter.to(dtype) for name, parameter in own.items()}  # type: ignore[misc]
+    try:
+        return forward(hidden_states.to(dtype), *args)
+    finally:
+        module._parameters = own
+
+
+def _heed_autocast(layer: nn.Module) -> None:
+    """Mixtures of experts under autocast: the router in float32, the experts in the type of all other products."""
+    for module in layer.modules():
+        if type(module).__name__.endswith("Router"):
+            module.forward = partial(_exactly, module.forward)
+        elif any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+            module.forward = partial(_autocast, module, module.forward)
+
+
 class Block(nn.Module):
     """`num_layers` decoder layers of the target's kind, (B, T, H) -> (B, T, H), freshly initialised as the family does."""
 
@@ -86,6 +115,7 @@ class Block(nn.Module):
             raise ValueError(f"target {config.model_type!r} has no dense MLP that head.dense_mlp=true could take: set it to false")
         for layer in self.layers:
             _keep_buffers(layer)
+            _heed_autocast(layer)
         self.rotary = decoder.rotary_emb
         self.rotary_args = (FULL,) if "layer_type" in inspect.signature(type(self.rotary).forward).parameters else ()
         decoder.config._attn_implementation = ATTENTION_NAME  # the layers hold this same config
