@@ -28,6 +28,7 @@ from mtp_train.data.chat import open_tokenizer
 from mtp_train.dist import dtype_name, pick_device, pick_dtype
 from mtp_train.export import write_engine
 from mtp_train.measure import prompts_path
+from mtp_train.metrics import DECODED
 from mtp_train.provenance import atomic_write
 from mtp_train.serving import format_that_keeps
 from mtp_train.spec_decode.stats import summarise
@@ -86,7 +87,7 @@ def measure_all(run_dir: Path, engine: str | None, watch: bool) -> int:
             log.info("%s was pruned meanwhile", checkpoint)
             continue
         num += 1
-        with (run_dir / "acceptance.jsonl").open("a") as file:
+        with (run_dir / DECODED).open("a") as file:
             file.write(json.dumps(row) + "\n")
         log.info("step %d: acceptance length %.3f, %s", row["step"], row["acceptance_length"]["value"] or 1.0, row["engine"])
 

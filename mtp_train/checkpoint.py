@@ -204,4 +204,4 @@ def prune(root: Path, keep_last: int) -> None:
     keep = {*found[-keep_last:], choose(root, "best")} if found else set()
     for path in set(root.glob("step_*")) - keep:
         (path / "state.json").unlink(missing_ok=True)  # first: from here on it is no checkpoint
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)  # a measurement may be written there just now: the next call deletes the rest

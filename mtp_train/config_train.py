@@ -69,7 +69,7 @@ class OptimConfig:
     betas: list[float]
     """of AdamW: decay of the two moments"""
     max_grad_norm: float
-    """clip the gradient norm here"""
+    """clip the gradient norm here; 0: do not"""
     ema_decay: float
     """average the weights with this decay a step (0.999: over about the last 1000); the average is what is validated, saved and exported; 0: none"""
 
@@ -123,7 +123,7 @@ class TrainConfig:
     keep_last: int
     """checkpoints kept; the best one, by measured or else by predicted acceptance length, is always kept"""
     resume: bool
-    """go on from the newest complete checkpoint of the run directory"""
+    """go on from the newest complete checkpoint of the run directory; false: begin anew, what is there is set aside in before_N/"""
     wandb: WandbConfig
     """a second sink of the metrics; metrics.jsonl is always written"""
 

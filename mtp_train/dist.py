@@ -32,7 +32,7 @@ def pick_device(name: str) -> str:
 def has_fast_bfloat16(device: str) -> bool:
     """Whether bfloat16 matrix products run in hardware: on a GPU, or a CPU with AMX or avx512_bf16."""
     if device.startswith("cuda"):
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.backends.cpu.get_cpu_capability() if torch.backends.cpu else ""
     return "AMX" in capabilities or torch.cpu._is_avx512_bf16_supported()
 
@@ -75,6 +75,12 @@ def start(mode: str, device: str) -> torch.device:
     if not is_first():
         logging.disable(logging.INFO)  # rank 0 speaks for all
     return here
+
+
+def unlaunched() -> dict[str, str]:
+    """The environment without what a launcher says in it to the ranks: for a process that is none of them, and may start ranks of its own."""
+    said = (*LAUNCHED, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
+    return {name: value for name, value in os.environ.items() if name not in said and not name.startswith("TORCHELASTIC_")}
 
 
 def rank() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from mtp_train.config import TrainConfig
 from mtp_train.loss import LossSums
 from mtp_train.planner import Meter
 from mtp_train.provenance import atomic_write, fingerprint
+
+log = logging.getLogger(__name__)
+METRICS, DECODED = "metrics.jsonl", "acceptance.jsonl"
+"""Files of a run directory: the figures of training, and those that decoding with its checkpoints gave."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -39,7 +44,7 @@ class Metrics:
     """
 
     def __init__(self, run_dir: Path, options: TrainConfig, step: int, window: dict[str, Any], device: torch.device, meter: Meter | None = None):
-        self.path, self.options, self.meter = run_dir / "metrics.jsonl", options, meter
+        self.path, self.options, self.meter = run_dir / METRICS, options, meter
         if dist.is_first():
             kept = [line for line in read_metrics(self.path) if line["step"] <= step]
             atomic_write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
@@ -63,13 +68,27 @@ class Metrics:
         mode: Any = self.options.wandb.mode
         run_dir = self.path.parent.resolve()
         id = fingerprint(str(run_dir))[:16]  # one run through all restarts; a folder's name may have characters that an id must not
-        return wandb.init(project=self.options.wandb.project, mode=mode, dir=str(run_dir), id=id, name=run_dir.name, resume="allow")
+        try:
+            return wandb.init(project=self.options.wandb.project, mode=mode, dir=str(run_dir), id=id, name=run_dir.name, resume="allow")
+        except Exception as error:
+            return self._lose_wandb(error)
+
+    def _lose_wandb(self, error: Exception) -> None:
+        """Whatever a second sink does (no key, no network, a full disk), training goes on."""
+        log.warning("wandb has failed, metrics.jsonl has everything (%s: %s)", type(error).__name__, error)
+        self.wandb = None
+
+    def _send(self, figures: dict[str, Any], step: int | None = None) -> None:
+        if self.wandb:
+            try:
+                self.wandb.log(figures, step=step)
+            except Exception as error:
+                self._lose_wandb(error)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.file:
             self.file.write(json.dumps(line) + "\n")
-        if self.wandb:
-            self.wandb.log({key: value for key, value in line.items() if not isinstance(value, list)}, step=line["step"])
+        self._send({key: value for key, value in line.items() if not isinstance(value, list)}, step=line["step"])
 
     def step(self, step: int, sums: LossSums, lr: float, grad_norm: float, tokens: int, seconds: float, waited: float) -> None:
         """Take in one optimiser step; `waited` of its seconds passed until its data were there."""
@@ -107,8 +126,7 @@ class Metrics:
         length, step = row["acceptance_length"]["value"] or 1.0, row["step"]  # null: no draft was made
         rates = [rate["value"] for rate in row["acceptance_rate_at"]]
         self.file.write(json.dumps({"step": step, "decoded_acceptance_length": length, "decoded_acceptance_rate_at": rates}) + "\n")
-        if self.wandb:
-            self.wandb.log({"decoded_acceptance_length": length, "decoded_step": step})  # wandb's own step cannot go back
+        self._send({"decoded_acceptance_length": length, "decoded_step": step})  # wandb's own step cannot go back
         self.bar.write(f"step {step}: acceptance length {length:.3f} in decoding ({row['engine']}, {row['num_prompts']} prompts)")
 
     def close(self) -> None:
@@ -117,4 +135,7 @@ class Metrics:
             self.file.close()
         self.bar.close()
         if self.wandb:
-            self.wandb.finish()
+            try:
+                self.wandb.finish()
+            except Exception as error:
+                self._lose_wandb(error)

@@ -7,10 +7,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -22,6 +24,7 @@ from mtp_train.data.shards import ShardReader
 from mtp_train.heads.base import DraftHead, Start
 from mtp_train.heads.table import build_head, resolve, taps_of
 from mtp_train.interfaces import Tap, TargetInfo
+from mtp_train.metrics import DECODED, METRICS
 from mtp_train.optim import make_optimizer, take_up
 from mtp_train.parallel import Objective, Replica, make_replica
 from mtp_train.planner import Meter, Sizes, measure, peak_flops, training_flop
@@ -68,15 +71,14 @@ def set_up(config: cfg.Config) -> Setup:
     dtype = dist.pick_dtype(options.dtype, device.type)
     torch.manual_seed(options.seed)  # of the head's first weights, alike on every rank; nothing later is random
     info = target_info(config.target.path)
-    size = None if config.head.draft_vocab_size == info.vocab_size else config.head.draft_vocab_size
-    config = replace(config, head=replace(resolve(config.head, info.num_layers), draft_vocab_size=size))
+    config = replace(config, head=resolved(config.head, info))
     taps = taps_of(config.head, info.num_layers)
     reader = open_shards(Path(options.shards) / "train", info, taps)
     if int(reader.supervised.sum()) == 0:
         raise ValueError(f"{reader.dir}: 0 supervised tokens in {len(reader)} samples; nothing can be trained (see data.turns and the chat template)")
     ends = FrozenEnds.from_pretrained(config.target.path, dtype=dtype).to(device)
     source = warm_start(config, info) if options.init_from else None
-    target_config = AutoConfig.for_model(**source.layer_config) if source else AutoConfig.from_pretrained(config.target.path)
+    target_config = AutoConfig.for_model(**source.layer_config) if source else AutoConfig.from_pretrained(config.target.path).get_text_config()
     layer_config = target_config.to_dict()
     sizes = measure(config.head, target_config)  # before DeepSpeed is there: with ZeRO-3 transformers builds no model on the meta device
     own = source is not None and source.head.lm_head is not None
@@ -95,7 +97,9 @@ def set_up(config: cfg.Config) -> Setup:
         validation = PackedBatches(open_shards(held_out, info, taps), options.seq_len, options.rows_per_batch, 0, *place)
     head_info = HeadInfo(config.head, info, taps, options.unroll_steps, options.seq_len, 0, vocab_fingerprint(vocab))
     claim = Claim(run_dir / "checkpoints" / ".lock") if dist.is_first() else None
-    found = dist.from_first(checkpoints(run_dir / "checkpoints")[-1:]) if options.resume else []
+    if claim and not options.resume:
+        set_aside(run_dir)
+    found = dist.from_first(checkpoints(run_dir / "checkpoints")[-1:])
     if found:
         load_weights(found[0], head, head_info, draft_vocab, layer_config)
     optimizer = make_optimizer(head, options.optim)
@@ -109,6 +113,12 @@ def set_up(config: cfg.Config) -> Setup:
         write_provenance(run_dir / "checkpoints", asdict(config))
     describe(setup, head, reader, config, dtype)
     return setup
+
+
+def resolved(head: cfg.HeadConfig, target: TargetInfo) -> cfg.HeadConfig:
+    """What the head config means for this target: its default taps, and no draft vocabulary where that is the whole one."""
+    size = None if head.draft_vocab_size == target.vocab_size else head.draft_vocab_size
+    return replace(resolve(head, target.num_layers), draft_vocab_size=size)
 
 
 def warm_start(config: cfg.Config, target: TargetInfo) -> LoadedHead:
@@ -152,6 +162,8 @@ def describe(setup: Setup, head: DraftHead, reader: ShardReader, config: cfg.Con
         dist.world_size(),
         config.distributed.mode,
     )
+    if dtype == torch.bfloat16 and not dist.has_fast_bfloat16(setup.device.type):
+        log.warning("train.dtype=bfloat16, but this %s has no such products in hardware: float32, which is what fast means here, is quicker", setup.device.type)
     try:
         log.info("vLLM will serve this head as %s", choose_class(setup.info.config, setup.target_config, setup.draft_vocab is not None)[1])
     except ValueError as error:
@@ -164,7 +176,7 @@ def choose_draft_vocab(reader: ShardReader, size: int | None, vocab_size: int) -
         return None
     if not 0 < size <= vocab_size:
         raise ValueError(f"head.draft_vocab_size={size} is not between 1 and the target's {vocab_size}")
-    chosen, shares = reader.frequent_tokens(size, vocab_size)
+    chosen, shares = dist.from_first(reader.frequent_tokens(size, vocab_size) if dist.is_first() else (torch.empty(0), {}))
     said = ", ".join(f"{100 * share:.2f} % ({domain})" for domain, share in sorted(shares.items()))
     log.info("draft vocabulary: %d of %d tokens cover of the supervised tokens of each domain: %s", size, vocab_size, said)
     return chosen
@@ -177,12 +189,41 @@ UNCOMPUTED = ("transformers_version", "_name_or_path", "architectures", "dtype",
 """Of a config.json, what no layer computes with."""
 
 
+def set_aside(run_dir: Path) -> None:
+    """Before a training that begins anew where another one was: what that left goes into a folder of its own, so that neither is taken for the other."""
+    left = [path for path in (*(run_dir / "checkpoints").glob("step_*"), run_dir / METRICS, run_dir / DECODED) if path.exists()]
+    if not left:
+        return
+    folder = next(path for number in count(1) if not (path := run_dir / f"before_{number}").exists())
+    for path in left:
+        place = folder / path.relative_to(run_dir)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(place)
+    log.info("train.resume=false: the training that was in %s is now in %s", run_dir, folder)
+
+
+def check_finished(config: cfg.Config, path: Path) -> None:
+    """Raise ValueError unless the last checkpoint of a finished training is of the head and the target configured; log what else is configured otherwise."""
+    there, info = HeadInfo.from_json(read_json(path / "head.json")), target_info(config.target.path)
+    there.target.check(info, str(path))
+    check_same_head(there, resolved(config.head, info), config.train.unroll_steps, str(path))
+    before, now = yaml.safe_load((path.parent / "config.yaml").read_text(encoding="utf-8"))["train"], asdict(config.train)
+    if different := [f"train.{key}: {before[key]}, now {now[key]}" for key in now if key in before and before[key] != now[key]]:
+        log.warning("%s stands as it is, though its training had other settings (%s): use a new run_dir for another", path, "; ".join(different))
+
+
+def check_same_head(there: HeadInfo, head: cfg.HeadConfig, unroll_steps: int, where: str) -> None:
+    """Raise ValueError, with both, unless a checkpoint's head is the one configured."""
+    if (there.config, there.unroll_steps) != (head, unroll_steps):
+        found = f"{there.config}, unrolled {there.unroll_steps} steps, there; {head}, {unroll_steps} steps, here"
+        raise ValueError(f"{where} holds another head ({found}): use a new run_dir, or train.resume=false to begin anew in this one")
+
+
 def load_weights(path: Path, head: DraftHead, info: HeadInfo, draft_vocab: Tensor | None, layer_config: dict[str, Any]) -> None:
     """A checkpoint's weights, before the head is wrapped. Raises ValueError unless it is of this very head."""
     there = HeadInfo.from_json(read_json(path / "head.json"))
     there.target.check(info.target, str(path))
-    if (there.config, there.taps, there.unroll_steps) != (info.config, info.taps, info.unroll_steps):
-        raise ValueError(f"{path} holds another head: {there.config} there, {info.config} here; use a new run_dir or train.resume=false")
+    check_same_head(there, info.config, info.unroll_steps, str(path))
     there_config, here_config = read_json(path / "target_config.json"), json.loads(json.dumps(layer_config))
     shared = [key for key in there_config if key in here_config and key not in UNCOMPUTED]
     if different := [f"{key}: {there_config[key]} there, {here_config[key]} here" for key in shared if there_config[key] != here_config[key]]:

@@ -26,14 +26,14 @@ from torch import Tensor
 
 from mtp_train import cli, dist
 from mtp_train import config as cfg
-from mtp_train.checkpoint import checkpoints, prune, read_state, save_checkpoint
+from mtp_train.checkpoint import checkpoints, choose, prune, read_state, save_checkpoint
 from mtp_train.interfaces import Batch
 from mtp_train.loss import LossSums, divisor
-from mtp_train.measure import Measurer
+from mtp_train.measure import Measurer, all_measured
 from mtp_train.metrics import Metrics
 from mtp_train.optim import averaged, lr_at, update_average
 from mtp_train.planner import report
-from mtp_train.setup import Setup, set_up
+from mtp_train.setup import Setup, check_finished, set_up
 from mtp_train.spec_decode.predict import prediction, walk
 from mtp_train.spec_decode.stats import AcceptanceStats
 
@@ -46,9 +46,9 @@ def train(config: cfg.Config) -> Path:
     setup = set_up(config)
     at, replica = setup.at, setup.replica
     metrics = Metrics(run_dir, options, at.step, setup.window, setup.device, setup.meter)
-    measurer = Measurer(config, at.step)
+    measurer = Measurer(config)
     feed = steps(setup, options.accumulation)
-    last, stopped = run_dir / "checkpoints", False
+    last, stopped = choose(run_dir / "checkpoints", "last") if at.step else run_dir / "checkpoints", False
     with dist.StopSignals() as signals, setup.claim or nullcontext():
         while at.step < options.num_steps and not stopped:
             started = time.perf_counter()
@@ -89,11 +89,10 @@ def train(config: cfg.Config) -> Path:
                     last = save(setup, run_dir, {"validation": validation, "window": metrics.state()}, options.keep_last)
                 measurer.saved()
             measurer.report(metrics)
-    if not stopped:
-        measurer.finish(metrics)
+        stopped = measurer.finish(metrics, signals) if at.step == options.num_steps else stopped
     metrics.close()
     dist.finish()
-    if at.step < options.num_steps:
+    if stopped:
         log.info("stopped by a signal after step %d of %d, with a checkpoint: run the same command again to go on", at.step, options.num_steps)
         sys.exit(os.EX_TEMPFAIL)
     return last
@@ -103,7 +102,7 @@ def steps(setup: Setup, accumulation: int) -> Iterator[list[Batch]]:
     """This rank's micro-batches of every optimiser step, without end, from where the set-up stands; keeps its place."""
     data, at = setup.data, setup.at
     while True:
-        batches = data.numbered(at.epoch, at.row)
+        batches = data.numbered(at.epoch, at.row, ahead=accumulation + 1)  # the whole next step is read during this one
         while parts := list(islice(batches, accumulation)):
             at.row += sum(num_rows for _, num_rows in parts)
             yield [part.to(setup.device) for part, _ in parts]
@@ -163,8 +162,10 @@ def stage(config: cfg.Config) -> None:
         return
     done = checkpoints(Path(config.run_dir) / "checkpoints")
     if done and config.train.resume and read_state(done[-1])["step"] >= config.train.num_steps:
-        log.info("training is complete: %s", done[-1])
-        return
+        check_finished(config, done[-1])
+        if not config.train.validate_with or all_measured(Path(config.run_dir)):
+            log.info("training is complete: %s", done[-1])
+            return
     train(config)
 
 

@@ -14,8 +14,9 @@ from eval.checkpoints import measure_all
 from eval.run import stage as evaluate
 from mtp_train.checkpoint import checkpoints, choose, prune
 from mtp_train.config import compose
+from mtp_train.dist import unlaunched
 from mtp_train.measure import Measurer
-from mtp_train.metrics import read_metrics
+from mtp_train.metrics import Metrics, read_metrics
 from mtp_train.train import stage as train
 from precompute.run import stage as precompute
 
@@ -61,15 +62,44 @@ def test_each_checkpoint_gets_the_acceptance_that_decoding_it_gives(overrides, t
 def test_training_hears_of_each_measurement_once(overrides, tmp_path):
     config = compose(*overrides, "train.validate_with=embedded")
     with pytest.raises(FileNotFoundError, match=r"validation\.conversations\.jsonl"):
-        Measurer(config, 0)
+        Measurer(config)
     data = Path(config.run_dir) / "data"
     data.mkdir(parents=True)
     (data / "validation.conversations.jsonl").write_text("")
-    measurer = Measurer(config, 10)
+    (data.parent / "metrics.jsonl").write_text('{"step": 10, "decoded_acceptance_length": 1.5}\n')
+    measurer = Measurer(config)
     assert measurer.results() == []
     (Path(config.run_dir) / "acceptance.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (10, 30, 20)))
     assert [row["step"] for row in measurer.results()] == [20, 30], "what was known before training went on is not told again"
     assert measurer.results() == []
+    with (Path(config.run_dir) / "acceptance.jsonl").open("a") as file:
+        file.write('{"step": 40, "K"{"step": 50}\n{"step": 60}\n{"ste')
+    assert [row["step"] for row in measurer.results()] == [60], "what a kill left half-written is left out"
+
+
+class Signal:
+    """One that has come."""
+
+    received = True
+
+
+def test_a_signal_ends_the_last_measurement_and_the_same_command_goes_on(overrides, tmp_path, monkeypatch):
+    for name, value in {"RANK": "0", "MASTER_ADDR": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    assert not any(name.startswith(("TORCHELASTIC", "RANK", "MASTER")) for name in unlaunched())
+    monkeypatch.undo()
+    config = compose(*overrides, "train.validate_with=embedded")
+    precompute(config)
+    train(compose(*overrides))
+    run = tmp_path / "run"
+    measurer, metrics = Measurer(config), Metrics(run, config.train, 12, {}, torch.device("cpu"))
+    measurer.saved()
+    assert measurer.finish(metrics, Signal())
+    assert measurer.process.returncode is not None, "and its process"
+    metrics.close()
+    train(config)
+    assert all((path / "acceptance.json").exists() for path in checkpoints(run / "checkpoints"))
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl") if "decoded_acceptance_length" in line] == [6, 12]
 
 
 def test_an_unknown_engine_or_run_directory_is_refused(overrides, tmp_path):

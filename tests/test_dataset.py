@@ -9,6 +9,8 @@ import time
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ import torch
 from mtp_train.data.dataset import PackedBatches, collate, pack, prefetch
 from mtp_train.data.shards import ShardReader, ShardWriter, merge
 from mtp_train.interfaces import Batch, Sample
+from mtp_train.setup import Progress
+from mtp_train.train import steps
 from tests.test_shards import HEADER, make_sample
 
 
@@ -293,6 +297,30 @@ def test_an_error_of_the_reading_thread_reaches_the_consumer(tmp_path: Path) -> 
         list(data.batches(0))
 
 
+class Counted(PackedBatches):
+    """Says how many batches have been read."""
+
+    num_read = 0
+
+    def _read(self, rows: list[list[int]]) -> Batch:
+        self.num_read += 1
+        return super()._read(rows)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4, 8])
+def test_the_whole_next_step_is_read_while_one_is_computed(tmp_path: Path, accumulation: int) -> None:
+    data = Counted(make_reader(tmp_path, [make_sample(i, length=10) for i in range(40)]), 10, 1, seed=0)
+    feed = steps(cast(Any, SimpleNamespace(data=data, at=Progress(), device=torch.device("cpu"))), accumulation)
+    assert len(next(feed)) == accumulation
+    end = time.monotonic() + 20
+    while data.num_read < 2 * accumulation and time.monotonic() < end:
+        time.sleep(0.01)
+    assert data.num_read >= 2 * accumulation
+    time.sleep(0.2)
+    assert data.num_read <= 2 * accumulation + 2, "one step ahead, not the corpus"
+    feed.close()  # type: ignore[attr-defined]
+
+
 def test_prefetch_reads_no_further_than_it_must_and_ends_with_its_consumer(tmp_path: Path) -> None:
     made: list[int] = []
 
@@ -302,7 +330,7 @@ def test_prefetch_reads_no_further_than_it_must_and_ends_with_its_consumer(tmp_p
             yield collate([[make_sample(0)]], 10)
 
     before = threading.active_count()
-    batches = prefetch(endless())
+    batches = prefetch(endless(), 2)
     next(batches)
     time.sleep(0.3)
     assert len(made) <= 4  # one taken, two ready, one in hand

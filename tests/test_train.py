@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,14 +23,14 @@ from mtp_train.data.shards import ShardReader
 from mtp_train.heads.base import supervised, unroll
 from mtp_train.heads.table import resolve, taps_of
 from mtp_train.interfaces import Batch
-from mtp_train.loss import draft_loss
-from mtp_train.metrics import read_metrics
+from mtp_train.loss import LossSums, draft_loss
+from mtp_train.metrics import Metrics, read_metrics
 from mtp_train.parallel import uniform_noise
 from mtp_train.setup import set_up
 from mtp_train.spec_decode.predict import walk
 from mtp_train.spec_decode.stats import AcceptanceStats
 from mtp_train.target.ends import FrozenEnds
-from mtp_train.train import train
+from mtp_train.train import stage, train
 from tests.test_heads import draft_vocab, noisy_head
 from tests.tiny import tiny_target
 
@@ -285,6 +286,63 @@ def test_bfloat16_autocast_stays_near_float32(captured, tmp_path):
     assert exact.keys() == rounded.keys()
 
 
+def test_beginning_anew_sets_aside_what_is_there(captured, tmp_path):
+    """Kept in place, the older checkpoints of higher steps are taken for the newest, and the new ones deleted in their favour."""
+    run_training(captured, tmp_path / "used", "train.num_steps=12", "train.keep_last=1")
+    (tmp_path / "used" / "acceptance.jsonl").write_text('{"step": 12}\n')
+    extra = ("train.num_steps=5", "train.save_every=2", "train.optim.lr=2e-3", "train.keep_last=2", "train.validate_every=0")
+    anew, log = run_training(captured, tmp_path / "used", *extra, "train.resume=false")
+    fresh, log_fresh = run_training(captured, tmp_path / "fresh", *extra)
+    assert all(torch.equal(fresh[name], anew[name]) for name in fresh)
+    assert steady(log) == steady(log_fresh)
+    assert [path.name for path in checkpoints(tmp_path / "used" / "checkpoints")] == ["step_00000004", "step_00000005"]
+    assert choose(tmp_path / "used" / "checkpoints", "best").name == "step_00000005"
+    kept = tmp_path / "used" / "before_1"
+    assert sorted(path.name for path in kept.iterdir()) == ["acceptance.jsonl", "checkpoints", "metrics.jsonl"]
+    assert load_head(kept / "checkpoints" / "step_00000012").info.step == 12
+    assert not (tmp_path / "used" / "acceptance.jsonl").exists()
+
+
+def test_a_finished_training_is_not_taken_for_that_of_another_head(captured, tmp_path, caplog):
+    run_training(captured, tmp_path / "run")
+    config = compose(*captured[1], f'run_dir="{tmp_path / "run"}"', "train.optim.lr=0.5")
+    with caplog.at_level("WARNING"):
+        stage(config)
+    assert re.search(r"other settings \(train.optim: .*'lr': 0.\d+.*, now .*'lr': 0.5", caplog.text)
+    with pytest.raises(ValueError, match=r"another head \(.*kind='mtp'.*there; .*kind='eagle1'.*here\): use a new run_dir, or train.resume=false"):
+        stage(replace(config, head=compose(*captured[1], "head=eagle1").head))
+
+
+class Broken:
+    """A wandb run without network."""
+
+    def log(self, *args, **kwargs):
+        raise OSError("no route to host")
+
+    finish = log
+
+
+@pytest.mark.parametrize("when", ["log", "finish"])
+def test_training_goes_on_where_wandb_fails(captured, tmp_path, caplog, when):
+    metrics = Metrics(tmp_path, compose(*captured[1]).train, 0, {}, torch.device("cpu"))
+    metrics.wandb = Broken()
+    if when == "log":
+        for step in (1, 2):
+            metrics.validation(step, {"loss": 1.0, "predicted_acceptance_length": 1.0})
+    metrics.close()
+    assert caplog.text.count("wandb has failed, metrics.jsonl has everything (OSError: no route to host)") == 1
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == (2 if when == "log" else 0)
+
+
+@pytest.mark.slow
+def test_training_begins_where_wandb_cannot(captured, tmp_path, caplog, monkeypatch):
+    for name, value in {"WANDB_API_KEY": "short", "NETRC": str(tmp_path / "none"), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    _, lines = run_training(captured, tmp_path / "run", "train.wandb.mode=online", "train.num_steps=2", "train.optim.warmup_steps=1")
+    assert "wandb has failed" in caplog.text
+    assert losses(lines)
+
+
 @pytest.mark.slow
 def test_wandb_offline_is_a_second_sink(captured, tmp_path):
     plain, log = run_training(captured, tmp_path / "plain")
@@ -319,9 +377,6 @@ class Asked(list):
 
 
 def test_the_log_says_which_share_of_the_time_waited_for_data(captured, tmp_path):
-    from mtp_train.loss import LossSums
-    from mtp_train.metrics import Metrics
-
     one = torch.ones(1)
     metrics = Metrics(tmp_path, compose(*captured[1], f'run_dir="{tmp_path}"').train, 0, {}, torch.device("cpu"), SpeedMeter())
     for step, (seconds, waited) in enumerate([(1.0, 0.5), (3.0, 0.1)], start=1):

@@ -132,11 +132,14 @@ class PackedBatches:
             "seq_len": self.seq_len, "window_shards": self.window_shards, "seed": self.seed,
         }  # fmt: skip
 
-    def numbered(self, epoch: int, start: int = 0) -> Iterator[tuple[Batch, int]]:
-        """This rank's batches of an epoch from row `start` on, each with its number of rows over all ranks; every sample exactly once an epoch."""
+    def numbered(self, epoch: int, start: int = 0, ahead: int = 2) -> Iterator[tuple[Batch, int]]:
+        """This rank's batches of an epoch from row `start` on, each with its number of rows over all ranks; every sample exactly once an epoch.
+
+        Up to `ahead` of them are ready before they are asked for.
+        """
         rows, size = islice(self.rows(epoch), start, None), self.rows_per_batch * self.world_size
         batches = iter(lambda: list(islice(rows, size)), [])
-        return prefetch((self._read(batch[self.rank :: self.world_size] or [[]]), len(batch)) for batch in batches)
+        return prefetch(((self._read(batch[self.rank :: self.world_size] or [[]]), len(batch)) for batch in batches), ahead)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """As `numbered`, the batches alone."""
@@ -149,7 +152,7 @@ class PackedBatches:
         return collate([[samples[i] for i in row] for row in rows], self.seq_len, like)
 
 
-def prefetch(items: Iterator[T], size: int = 2) -> Iterator[T]:
+def prefetch(items: Iterator[T], size: int) -> Iterator[T]:
     """The same items, made ahead by a thread that keeps at most `size` ready. Its errors are raised here; closing ends it."""
     ready: queue.Queue[T | BaseException | None] = queue.Queue(maxsize=size)
     stop = threading.Event()
