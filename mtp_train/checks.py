@@ -125,6 +125,8 @@ def check_optim(optim: Any, num_steps: int) -> None:
     if not (0 <= optim.ema_decay < 1 and 0 <= optim.min_lr_ratio <= 1 and 0 < optim.decay_ratio <= 1):
         found = f"ema_decay={optim.ema_decay}, min_lr_ratio={optim.min_lr_ratio}, decay_ratio={optim.decay_ratio}"
         raise ValueError(f"train.optim: {found} must lie in [0, 1), [0, 1] and (0, 1]")
+    if optim.max_grad_norm < 0 or len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise ValueError(f"train.optim: max_grad_norm={optim.max_grad_norm} must be 0 (none) or above, betas={optim.betas} two numbers from 0 and below 1")
     if optim.warmup_steps >= num_steps:
         raise ValueError(f"train.optim.warmup_steps={optim.warmup_steps} leaves nothing of train.num_steps={num_steps}")
     if optim.schedule == "wsd" and optim.warmup_steps > num_steps - round(optim.decay_ratio * num_steps):

@@ -8,6 +8,7 @@ optimised or saved. Weights and moments are float32 everywhere, and a checkpoint
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
@@ -79,7 +80,7 @@ class Replica:
 
     def step(self) -> Tensor:
         """Clip and step; returns the gradient norm. Nothing is changed where it is not finite."""
-        norm = nn.utils.clip_grad_norm_(self.head.parameters(), self.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(self.head.parameters(), self.max_grad_norm or math.inf)
         if torch.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -145,6 +146,8 @@ class ShardedReplica(Replica):
     def whole(self, parameter: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+        if not parameter.requires_grad:  # DeepSpeed's optimiser does not know it
+            return parameter.detach(), {}
         entries = self.optimizer.state[self.pieces[0]]
         state = {entry: value.clone() if value.dim() == 0 else safe_get_full_optimizer_state(parameter, entry) for entry, value in entries.items()}
         return safe_get_full_fp32_param(parameter), state
@@ -180,7 +183,7 @@ def make_replica(mode: str, objective: Objective, optimizer: Optimizer, options:
     if mode == "ddp":
         # Parameters without a gradient (experts without a token) must not be waited for.
         handler = DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True)
-        accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[handler])
+        accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[handler])
         replica = Replica(accelerator.prepare(objective), head, optimizer, limit)
     else:
         accelerator, module = _shard(int(mode[-1]), objective, optimizer, options, device)
@@ -206,6 +209,7 @@ def _shard(stage: int, objective: Objective, optimizer: Optimizer, options: Trai
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings, zero3_init_flag=False),
         gradient_accumulation_steps=options.accumulation,
+        mixed_precision="no",  # ours is autocast; else the environment's, which would also turn the weights
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo" if device.type == "cpu" else "nccl")],
     )
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

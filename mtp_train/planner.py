@@ -160,8 +160,8 @@ def training_flop(config: Config, sizes: Sizes, num_steps: int) -> float:
     return sum(each) * options.seq_len * options.rows_per_batch * options.accumulation
 
 
-PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
-"""FLOP/s of bfloat16 products, dense, by a part of the device's name (their data sheets; H100 as SXM)."""
+PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+"""FLOP/s of bfloat16 products, dense, by a part of the device's name, the first that fits (their data sheets)."""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -231,7 +231,7 @@ def plan(config: Config) -> dict[str, Table]:
 
 def supervised_share(config: Config) -> tuple[Figure, int]:
     """The share of supervised tokens, and how many tokens are captured: counted in the run's shards where there are some, else assumed and 0."""
-    path = Path(config.run_dir) / "shards" / "train" / MANIFEST
+    path = Path(config.train.shards) / "train" / MANIFEST
     if not path.exists():
         return Figure(config.node.supervised_share, "", "assumed: node.supervised_share"), 0
     shards = Manifest.read(path).shards

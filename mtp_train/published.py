@@ -91,7 +91,7 @@ def read_published(folder: Path, target_path: str, strict: bool = True) -> Loade
     """
     config = read_json(folder / "config.json")
     target, kind = target_info(target_path), class_of(config)
-    head_config, layer = kind.published(config, AutoConfig.from_pretrained(target_path).to_dict())
+    head_config, layer = kind.published(config, AutoConfig.from_pretrained(target_path).get_text_config().to_dict())
     head = build_head(head_config, AutoConfig.for_model(**layer))
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     steps, length = methods[0].get("speculative_tokens", UNROLL_STEPS), layer.get("max_position_embeddings", 2048)

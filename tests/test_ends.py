@@ -11,7 +11,6 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from mtp_train.target.ends import FAMILIES, FrozenEnds, local_dir
 from tests import tiny
@@ -193,12 +192,7 @@ def test_read_alone_equals_the_model(family, shard, tmp_path):
 
 def test_a_multimodal_targets_language_model_is_found(tmp_path):
     """Keys with a prefix, the config one level down, and another model's tensors beside it."""
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    text = {**tiny_config("gemma3").to_dict(), "layer_types": ["full_attention"] * 4}
-    torch.manual_seed(0)
-    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)).eval()
-    with torch.no_grad():
-        model.get_decoder().norm.weight += 0.2 * torch.randn(64)
+    model = tiny_target("multimodal")
     model.save_pretrained(tmp_path)
     assert not any(key.startswith("model.embed") for key in load_file(tmp_path / "model.safetensors"))
     assert equal(differences(FrozenEnds.from_model(model), model))

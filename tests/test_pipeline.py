@@ -24,6 +24,7 @@ from precompute.regenerate import Journal, Regenerator
 from precompute.run import Precompute
 from precompute.run import stage as precompute
 from tests.conftest import source
+from tests.tiny import save_tiny, tiny_target
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,6 +32,15 @@ ROOT = Path(__file__).parent.parent
 def stamps(folder):
     """Every file with its modification time."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name not in ("provenance.json", "config.yaml")}
+
+
+def test_a_multimodal_targets_language_model_goes_through_every_stage(overrides, tmp_path):
+    target = save_tiny(tiny_target("multimodal"), tmp_path / "target")
+    config = compose(*overrides, f'target.path="{target}"', "head.init=last_layer", "export.formats=[hf]")
+    for stage in (precompute, train, export, evaluate):
+        stage(config)
+    report = json.loads((tmp_path / "run" / "eval" / "report.json").read_text())
+    assert report["lossless"]["num_equal"] == 8
 
 
 def test_every_stage_and_a_second_run_that_redoes_nothing(overrides, target_dir, tmp_path):

@@ -326,6 +326,8 @@ def test_a_target_is_planned_from_its_own_config_and_a_run_from_its_own_shards(t
     share = tables["training FLOP per token of a packed row"]["supervised share"]
     assert 0.1 < share.value < 0.9
     assert "counted" in share.assumes
+    elsewhere = plan(compose(*lines, f'run_dir="{tmp_path / "other"}"', f'train.shards="{tmp_path / "shards"}"'))
+    assert elsewhere["training FLOP per token of a packed row"]["supervised share"] == share
     assert tables["parameters"]["embeddings"].value == 256 * 64
     assert tables["time on 2 CPU cores"]["captured tokens"].value > 0
 

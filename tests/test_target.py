@@ -10,7 +10,7 @@ from mtp_train.target.hf import Target
 from mtp_train.target.kv import SlotCache
 from tests.tiny import tiny_target
 
-FAMILIES = ["llama", "llama_rope3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "deepseek_v2"]
+FAMILIES = ["llama", "llama_rope3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "deepseek_v2", "multimodal"]
 CLOSE = {"rtol": 0, "atol": 5e-5}
 
 

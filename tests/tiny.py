@@ -11,6 +11,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     GemmaConfig,
     GraniteConfig,
@@ -63,7 +64,10 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
-    """The config of a family's tiny model."""
+    """The config of a family's tiny model; "multimodal" is Gemma 3 with eyes, its language model one level down."""
+    if family == "multimodal":
+        vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+        return Gemma3Config(text_config=tiny_config("gemma3", **overrides).to_dict(), vision_config=vision, mm_tokens_per_image=4)
     kind, extra = FAMILIES[family]
     return kind(**{**SIZES, **extra, **overrides})
 

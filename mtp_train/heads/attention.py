@@ -121,7 +121,9 @@ class UnrollAttention:
 
 def has_kernel(query: Tensor) -> bool:
     """Whether a flash kernel that returns the log-sum-exp serves this device and type."""
-    return query.device.type == "cpu" or (query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16))
+    if query.device.type == "cuda":  # FlashAttention: Ampere or newer
+        return query.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return query.device.type == "cpu"
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

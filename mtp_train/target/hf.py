@@ -70,9 +70,9 @@ class Target:
     """prefill, extend, commit over slots. `extend` writes each row at its own length and does not advance it; `commit` advances."""
 
     def __init__(self, model: Any, num_slots: int, max_length: int, taps: Sequence[Tap] | None = None):
-        self.model, self.config = model.eval().requires_grad_(False), model.config
+        self.model, self.base = model.eval().requires_grad_(False), model.get_decoder()
+        self.config = self.base.config  # of the text part, where the target has others
         check_supported(self.config)
-        self.base = model.get_decoder()
         self.device = next(model.parameters()).device
         self.num_layers = len(self.base.layers)
         self.taps = list(taps or default_taps(self.num_layers))
@@ -86,7 +86,7 @@ class Target:
         cls, path: str | Path, dtype: str | torch.dtype, num_slots: int, max_length: int, taps: Sequence[Tap] | None = None, device: str = "cpu"
     ) -> Target:
         """A target from a directory or hub id. `dtype` is "auto" or a torch dtype (name)."""
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path).get_text_config()
         check_supported(config)
         # Soft-capped attention scores exist in the eager code only.
         attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
