@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -99,10 +100,10 @@ class Precompute:
 
     def corpus(self, which: str) -> None:
         """Read and check the sources; the counts of rejects go beside the conversations."""
-        tally, kept = Tally(), []
+        tally, kept, seen = Tally(), [], Counter[str]()
         for source in self.sources(which):
-            need_answer = not self.options.regenerate.enabled
-            for item in read_corpus(source.path, form=source.form, domain=source.domain, split=source.split, limit=source.limit, need_answer=need_answer):
+            about = asdict(source)
+            for item in read_corpus(about.pop("path"), **about, need_answer=not self.options.regenerate.enabled, seen=seen):
                 if isinstance(item, Reject):
                     tally.reject(item)
                 else:

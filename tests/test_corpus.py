@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+from collections import Counter
 from datetime import datetime
 
 import pytest
@@ -177,6 +178,15 @@ def test_ids_are_unique_and_say_where_from(tmp_path):
     ids = [row.id for row in read_corpus(jsonl(tmp_path / "my.data.v2.jsonl", *rows))]
     assert ids[:3] == ["my.data.v2:x", "my.data.v2:2", "my.data.v2:x#2"] and ids[5:] == ["my.data.v2:7", "my.data.v2:7#2", "my.data.v2:8"]
     assert len(set(ids)) == len(rows)
+
+
+def test_sources_of_one_name_share_no_id(tmp_path):
+    seen, ids = Counter(), []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        path = jsonl(tmp_path / folder / "train.jsonl", GOOD, GOOD | {"id": "x"})
+        ids += [row.id for row in read_corpus(path, seen=seen)]
+    assert ids == ["train:1", "train:x", "train:1#2", "train:x#2"]
 
 
 def test_domain_is_the_rows_the_callers_or_the_files(tmp_path):

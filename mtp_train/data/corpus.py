@@ -226,7 +226,14 @@ def _convert(raw: Any, form: str, need_answer: bool) -> tuple[list[dict[str, Any
 
 
 def read_corpus(
-    source: str, *, form: str = "auto", domain: str | None = None, split: str = "train", limit: int | None = None, need_answer: bool = True
+    source: str,
+    *,
+    form: str = "auto",
+    domain: str | None = None,
+    split: str = "train",
+    limit: int | None = None,
+    need_answer: bool = True,
+    seen: Counter[str] | None = None,
 ) -> Iterator[Conversation | Reject]:
     """Stream a corpus. An empty file has no rows; whether that will do is the caller's to say.
 
@@ -237,13 +244,14 @@ def read_corpus(
         split: of a `datasets` directory or id.
         limit: read at most this many rows, rejects included.
         need_answer: reject rows without an assistant turn (rows to be regenerated may end with the user).
+        seen: the ids given so far, which are not given again; one of all sources that make a corpus together. None: there is no other source.
 
     Raises:
         FileNotFoundError: there is no such source. ValueError: unknown form, or a file that is broken as a whole.
     """
     if form != "auto" and form not in FORMS:
         raise ValueError(f"form is {form!r}, expected auto, {', '.join(FORMS)}")
-    seen: Counter[str] = Counter()
+    seen = Counter() if seen is None else seen
     warned = False
     for where, raw in islice(_raw_rows(source, split), limit):
         file, line = where.rsplit(":", 1)
