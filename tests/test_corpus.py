@@ -136,6 +136,12 @@ def test_no_tool_arguments(tmp_path, arguments):
     assert got.messages[1]["tool_calls"] == [{"name": "f", "arguments": {}}]
 
 
+@pytest.mark.parametrize("calls", [None, [], "", "[]", "null"])
+def test_no_tool_calls_are_no_key(tmp_path, calls):
+    """Templates ask `'tool_calls' in message`."""
+    assert only(tmp_path, turns(USER, ANSWER | {"tool_calls": calls})).messages[1] == ANSWER
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_extra_keys_stay_and_reasoning_has_one_name(tmp_path, key):
     got = only(tmp_path, turns(USER | {"name": "Ann"}, {"role": "assistant", "content": None, key: "hm", "score": 2}))

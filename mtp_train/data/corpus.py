@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, pairwise
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from mtp_train.interfaces import Conversation, Reject
@@ -132,7 +133,7 @@ def _content(value: Any) -> str:
     return "".join(map(str, texts))
 
 
-def _parsed(value: Any, kind: type, what: str) -> Any:
+def _parsed(value: Any, kind: type | UnionType, what: str) -> Any:
     """`value` as an object or list: data sets hold it as such or as its JSON text."""
     if isinstance(value, str):
         try:
@@ -166,8 +167,10 @@ def _message(raw: Any) -> dict[str, Any]:
     if raw.get(text_key) is None and role in ("user", "system"):
         raise BadRow("content is not text", f"none in a {role} message")
     extra = {key: value for key, value in raw.items() if key not in (role_key, text_key) and value is not None}
-    if extra.get("tool_calls"):
-        extra["tool_calls"] = [_tool_call(call) for call in _parsed(extra["tool_calls"], list, "tool calls")]
+    if calls := _parsed(extra.get("tool_calls") or None, list | None, "tool calls"):
+        extra["tool_calls"] = [_tool_call(call) for call in calls]
+    else:
+        extra.pop("tool_calls", None)  # templates ask whether the key is there
     reasoning = next((extra[key] for key in REASONING if isinstance(extra.get(key), str)), None)
     if role == "assistant" and reasoning is not None:
         extra[REASONING[0]] = reasoning
