@@ -123,9 +123,10 @@ class Precompute:
 
     def report(self, what: str, tally: Tally) -> None:
         """Say what was rejected, and stop when nothing is left."""
-        log.info("%s: %d rows in, %d out%s", what, tally.rows_in, tally.rows_out, "".join(f", {count} x {reason}" for reason, count in tally.rejects.items()))
+        reasons = [*tally.rejects.items(), *((f"{reason} (used up to there)", count) for reason, count in tally.shortened.items())]
+        log.info("%s: %d rows in, %d out%s", what, tally.rows_in, tally.rows_out, "".join(f", {count} x {reason}" for reason, count in reasons))
         for example in tally.summary()["examples"]:
-            log.info("  rejected %s", example)
+            log.info("  %s", example)
         tally.check(what)
 
     # ------------------------------------------------------------ rows
@@ -143,13 +144,13 @@ class Precompute:
         share = split([1] * len(conversations), self.options.num_parts)[part]
         mine, tally = conversations[share.start : share.stop], Tally()
         with Claim(path.with_name(f".{path.stem}.lock")) as claim:
-            produced = list(tally.rows(self.produce(mine, path.with_suffix(".journal"), mark, claim)))
+            produced = list(tally.rows(self.produce(mine, path.with_suffix(".journal"), mark, claim, tally)))
             if mine:
                 self.report(f"{which} rows, part {part}", tally)
             lines = [{"fingerprint": mark, **tally.summary()}, *map(asdict, produced)]
             atomic_write(path, "".join(json.dumps(line) + "\n" for line in lines), claim.check)
 
-    def produce(self, conversations: list[Conversation], journal: Path, mark: str, claim: Claim) -> Iterator[TokenRow | Reject]:
+    def produce(self, conversations: list[Conversation], journal: Path, mark: str, claim: Claim, tally: Tally) -> Iterator[TokenRow | Reject]:
         data, options = self.config.data, self.options.regenerate
         check_template(self.tokenizer, data.template_kwargs) if options.enabled or any(one.text is None for one in conversations) else None
         if not options.enabled:
@@ -157,7 +158,7 @@ class Precompute:
                 yield tokenize(one, self.tokenizer, max_length=data.max_length, turns=data.turns, template_kwargs=data.template_kwargs)
             return
         regenerator = Regenerator(self.engine, self.tokenizer, self.stops, options, data.max_length, data.template_kwargs)
-        yield from regenerator.rows(conversations, Journal(journal, mark, claim))
+        yield from regenerator.rows(conversations, Journal(journal, mark, claim), tally)
 
     def read_rows(self, which: str, part: int) -> list[TokenRow]:
         path = self.rows_path(which, part)

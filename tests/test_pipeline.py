@@ -15,15 +15,21 @@ import torch
 from eval.run import stage as evaluate
 from mtp_train.checkpoint import checkpoints, choose, load_head
 from mtp_train.config import compose, read
+from mtp_train.data.chat import Tally
 from mtp_train.data.shards import ShardReader
 from mtp_train.export import export
+from mtp_train.interfaces import Conversation
+from mtp_train.pipeline import run as pipeline
 from mtp_train.provenance import Claim
+from mtp_train.spec_decode.engine import Completion
+from mtp_train.spec_decode.stats import AcceptanceStats
 from mtp_train.target.ends import FrozenEnds
 from mtp_train.train import stage as train
 from precompute.regenerate import Journal, Regenerator
 from precompute.run import Precompute
 from precompute.run import stage as precompute
 from tests.conftest import source
+from tests.toy import TEMPLATES, toy_tokenizer
 
 ROOT = Path(__file__).parent.parent
 
@@ -259,7 +265,7 @@ def test_a_regeneration_cut_in_the_middle_goes_on_at_the_answer(overrides, tmp_p
     def rows(engine, journal):
         maker = Regenerator(engine, run.tokenizer, run.stops, options, run.config.data.max_length, {})
         with Claim(tmp_path / ".lock") as claim:
-            return list(maker.rows(conversations, Journal(tmp_path / journal, "mark", claim)))
+            return list(maker.rows(conversations, Journal(tmp_path / journal, "mark", claim), Tally()))
 
     whole = rows(engine, "whole.journal")
     with pytest.raises(Interrupted):
@@ -271,6 +277,45 @@ def test_a_regeneration_cut_in_the_middle_goes_on_at_the_answer(overrides, tmp_p
     kept = {json.loads(line)["id"] for line in (tmp_path / "cut.journal").read_text().splitlines()[1:8]}
     assert len(kept) == 7
     assert not kept & set(again.asked[: len(conversations) - 7]), "what was kept is not asked for again"
+
+
+class Answering:
+    """Answers every question by one and the same text."""
+
+    def __init__(self, text, stop):
+        self.ids, self.finish = toy_tokenizer()(text)["input_ids"] + ([toy_tokenizer().eos_token_id] if stop else []), "stop" if stop else "length"
+
+    def generate(self, requests, batch_size):
+        for one in requests:
+            yield Completion(one.id, self.ids, ["first"] * len(self.ids), AcceptanceStats(), self.finish)
+
+
+USER, ANSWER, TOOL = ({"role": role, "content": "hi"} for role in ("user", "assistant", "tool"))
+CALL = ANSWER | {"tool_calls": [{"name": "f", "arguments": {}}]}
+COUNTED = "{{ messages | length }}" + TEMPLATES["chatml"]
+ENDINGS = {  # messages, template, does the answer stop, max_length -> turns that are answered, why no more
+    "all of it": ([USER, ANSWER, USER, ANSWER], "chatml", True, 200, 2, None),
+    "a question at the end": ([USER, ANSWER, USER], "chatml", True, 200, 2, None),
+    "a call in place of an answer": ([USER, CALL], "chatml", True, 200, 1, None),
+    "no room": ([USER, ANSWER, USER, ANSWER], "chatml", True, 50, 1, "the prompt leaves no room within max_length"),
+    "tools": ([USER, CALL, TOOL, ANSWER], "chatml", True, 200, 1, "no question that can be regenerated"),
+    "a template that rewrites": ([USER, ANSWER, USER, ANSWER], COUNTED, True, 200, 1, "the template rewrites earlier turns"),
+    "cut before a question": ([USER, ANSWER, USER, ANSWER], "chatml", False, 200, 1, "an answer was cut, questions follow it"),
+    "cut at the end": ([USER, ANSWER], "chatml", False, 200, 1, None),
+}
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+def test_a_conversation_that_is_not_answered_to_its_end_is_counted_by_reason(overrides, tmp_path, case):
+    messages, template, stop, limit, num_answers, reason = ENDINGS[case]
+    tokenizer, tally = toy_tokenizer(template), Tally()
+    options = compose(*overrides).precompute.regenerate
+    maker = Regenerator(Answering("ho", stop), tokenizer, frozenset({tokenizer.eos_token_id}), options, limit, {})
+    with Claim(tmp_path / ".lock") as claim:
+        (row,) = tally.rows(maker.rows([Conversation("a", "chat", tuple(messages), "a:1")], Journal(tmp_path / "journal", "mark", claim), tally))
+    assert sum(row.loss_mask) == num_answers * len(maker.engine.ids)
+    assert tally.summary()["shortened"] == ({reason: 1} if reason else {})
+    assert (tally.rows_in, tally.rows_out) == (1, 1)
 
 
 class WrongCapture:
