@@ -190,8 +190,7 @@ class Precompute:
             and known.header.corpus_fingerprint == mark
             and {row.id for row in rows} == shards.stored_ids(folder, part)
         ):
-            known.target.check(self.info, str(folder))
-            known.places(self.needed, str(folder))
+            self.check_captured(known, folder)
             log.info("%s of %s is complete", index.stem, which)
             return
         header = manifest.Header(self.info, self.taps, self.engine.info, mark, self.options.state_dtype)
@@ -202,6 +201,18 @@ class Precompute:
         for sample in self.engine.capture(left, self.options.batch_tokens):
             writer.add(sample)
         writer.finish()
+
+    def check_captured(self, known: manifest.Manifest, folder: Path) -> None:
+        """Raise ValueError where a complete capture has not the states that are asked for now; states of another engine are as good, and said."""
+        known.target.check(self.info, str(folder))
+        known.places(self.needed, str(folder))
+        made, target = known.engine, self.config.target
+        dtype = {"auto": self.info.dtype, "fast": made["dtype"]}.get(target.dtype, target.dtype)  # fast: the machine that captured chose
+        pairs = {"precompute.state_dtype": (known.state_dtype, self.options.state_dtype), "target.dtype": (made["dtype"], dtype)}
+        if different := [f"{name} is {there} there, {here} here" for name, (there, here) in pairs.items() if there != here]:
+            raise ValueError(f"{folder} is complete, captured otherwise ({'; '.join(different)}): remove it to capture anew, or set what is there")
+        if made["name"] != self.config.engine.name:
+            log.warning("%s was captured by engine=%s, and is not captured anew by engine=%s", folder, made["name"], self.config.engine.name)
 
     def audit(self, which: str) -> None:
         """Teacher states through lm_head must give the target's own greedy answers again. Raises ValueError: a fault of capture, which training would not show.
