@@ -37,10 +37,10 @@ from mtp_train.data.chat import open_tokenizer
 from mtp_train.data.manifest import Manifest
 from mtp_train.dist import dtype_name, pick_device, pick_dtype
 from mtp_train.metrics import read_metrics
-from mtp_train.provenance import atomic_write, provenance, sha256, write_provenance
+from mtp_train.provenance import atomic_write, config_yaml, provenance, sha256, write_provenance
 from mtp_train.published import identity, open_head
 from mtp_train.spec_decode.stats import AcceptanceStats, summarise
-from mtp_train.target.ends import local_dir
+from mtp_train.target.ends import local_dir, num_positions
 from mtp_train.target.identity import target_info
 
 log = logging.getLogger(__name__)
@@ -69,10 +69,11 @@ class Evaluation:
         self.arguments = (config, self.loaded, stops, longest)
         self.engine: EvalEngine = (ServerEngine if config.eval.server else ENGINES[config.engine.name])(*self.arguments)
         self.warnings: list[str] = []
-        if longest + self.options.max_new_tokens > self.loaded.info.seq_len:
-            self.warnings.append(
-                f"prompts and answers reach {longest + self.options.max_new_tokens} tokens, the head was trained on rows of {self.loaded.info.seq_len}"
-            )
+        reach = longest + self.options.max_new_tokens
+        if reach > self.loaded.info.seq_len:
+            self.warnings.append(f"prompts and answers reach {reach} tokens, the head was trained on rows of {self.loaded.info.seq_len}")
+        if reach > (limit := num_positions(config.target.path)):
+            self.warnings.append(f"prompts and answers reach {reach} tokens, the target was made for {limit} positions")
 
     def dtype(self, name: str) -> str:
         return dtype_name(pick_dtype(name, self.device))

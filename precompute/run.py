@@ -33,7 +33,7 @@ from mtp_train.heads.table import resolve, taps_of
 from mtp_train.interfaces import Conversation, Reject, Tap, TokenRow
 from mtp_train.planner import report, state_bytes
 from mtp_train.provenance import Claim, atomic_write, fingerprint, write_provenance
-from mtp_train.target.ends import FrozenEnds, local_dir
+from mtp_train.target.ends import FrozenEnds, local_dir, num_positions
 from mtp_train.target.identity import target_info
 from precompute.demo import prepare
 from precompute.engine_hf import EmbeddedEngine
@@ -67,6 +67,8 @@ class Precompute:
         self.options = replace(self.options, tap_layers=layers)
         self.config = replace(self.config, head=resolve(self.config.head, depth), precompute=self.options)
         self.taps = (*(Tap(layer, "pre") for layer in layers), Tap(depth, "post"))
+        if (longest := self.config.data.max_length) > (limit := num_positions(self.config.target.path)):
+            log.warning("data.max_length=%d is beyond the %d positions that the target was made for: its states mean little there", longest, limit)
 
     @cached_property
     def engine(self) -> EmbeddedEngine | VllmEngine:
