@@ -47,6 +47,16 @@ def test_a_saved_configuration_of_another_version_is_named_with_the_field(tmp_pa
         read(path)
 
 
+@pytest.mark.parametrize(("limit", "read_as"), [("24:00:00", "86400"), ('"24:00:00"', ""), ("2-0", ""), ("1-12:30", ""), ("unlimited", ""), ("90", "90")])
+def test_a_limit_that_yaml_made_a_number_is_refused(tmp_path, limit, read_as):
+    write_provenance(tmp_path, asdict(compose("experiment=tiny", "target.path=somewhere")))
+    if read_as:
+        with pytest.raises(ValueError, match=f"cluster.time.train={read_as} is none of"):
+            read(tmp_path / "config.yaml", [f"cluster.time.train={limit}"])
+    else:
+        assert read(tmp_path / "config.yaml", [f"cluster.time.train={limit}"]).cluster.time["train"] == limit.strip('"')
+
+
 def test_every_field_says_what_it_means():
     lines = [line for line in describe(Config) if line.strip()]
     silent = [line for line in lines if len(line.split()) < 3]
