@@ -18,8 +18,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from eval import parts
 from eval.card import write_figures
 from eval.engine import Decoded, EvalEngine
@@ -227,7 +225,7 @@ class Evaluation:
 
 def reproduce(config: cfg.Config) -> dict[str, Any]:
     """Command, configuration and versions."""
-    return {"command": shlex.join(["mtp-eval", *sys.argv[1:]]), "config": yaml.safe_dump(asdict(config), sort_keys=False), "provenance": provenance()}
+    return {"command": shlex.join(["mtp-eval", *sys.argv[1:]]), "config": config_yaml(asdict(config)), "provenance": provenance()}
 
 
 def what_is_read(config: cfg.Config) -> dict[str, Any]:

@@ -28,10 +28,12 @@ def test_every_group_option_loads(group):
 def test_a_saved_configuration_is_read_back_with_single_fields_changed(tmp_path):
     odd = "a b, c=1 #2: 试 'x' \"y\""
     config = compose("experiment=tiny", "target.path=somewhere")
+    shell = ["cd ${HOME}", "a=${b:-${c}}", r"\${x}", r"\\${run_dir}", r"c:\x\${y}\z", "$${PWD}$", "\\", "${", r"ends\\"]
+    config = replace(config, cluster=replace(config.cluster, setup=shell, env={"A": "${B}"}, scratch="${TMPDIR}/mtp"))
     write_provenance(tmp_path, asdict(replace(config, run_dir=odd)))
     again = read(tmp_path / "config.yaml", ["precompute.part=0", "precompute.steps=[rows]", "train.num_steps=7"])
     assert (again.run_dir, again.precompute.part, again.precompute.steps, again.train.num_steps) == (odd, 0, ["rows"], 7)
-    assert again.eval == config.eval
+    assert (again.eval, again.cluster) == (config.eval, config.cluster)
     with pytest.raises(ValueError, match="no_such"):
         read(tmp_path / "config.yaml", ["train.no_such=1"])
 
