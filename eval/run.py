@@ -26,9 +26,9 @@ from eval.engine_server import ServerEngine
 from eval.engine_vllm import VllmEngine
 from eval.heads import comparable, compare_heads, open_others
 from eval.parity import EXPLAINED_GAP, WIRING, compare_engines, first_difference
-from eval.prompts import read_prompts
+from eval.prompts import evenly, read_prompts
 from eval.report import terminal_table, write_report
-from eval.summary import evenly, loops, name_of, pieces, training_curve, with_speedup
+from eval.summary import loops, name_of, pieces, training_curve, with_speedup
 from mtp_train import cli
 from mtp_train import config as cfg
 from mtp_train.data.chat import open_tokenizer
