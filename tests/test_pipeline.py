@@ -121,7 +121,8 @@ seen = []
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda number, _: seen.append(number))
 pathlib.Path(sys.argv[1]).touch()
-while signal.SIGTERM not in seen:
+end = time.monotonic() + 20
+while signal.SIGTERM not in seen and time.monotonic() < end:
     time.sleep(0.01)
 sys.exit(int(sys.argv[2]) if len(seen) == 2 else 3)
 '''
