@@ -30,7 +30,7 @@ from mtp_train.published import read_engine
 from mtp_train.serving import class_of
 from mtp_train.spec_decode.engine import Completion, Kind, Request
 from mtp_train.spec_decode.stats import AcceptanceStats
-from mtp_train.target.ends import local_dir, num_positions
+from mtp_train.target.ends import local_dir
 from mtp_vllm import launch
 from mtp_vllm.plugin import PLAIN_LINEAR
 
@@ -60,10 +60,7 @@ class VllmEngine:
         self.llm: Any = None
         self.key: Any = None
         most = max((run.num_draft_tokens for run in config.eval.runs), default=0)
-        reach, positions = longest + max(config.eval.max_new_tokens, config.eval.speed_tokens), num_positions(self.target_dir)
-        self.max_length = reach + most + 2
-        if reach <= positions < self.max_length:  # vLLM runs no target beyond its positions; drafts are cut there
-            self.max_length = int(positions)
+        self.max_length = longest + max(config.eval.max_new_tokens, config.eval.speed_tokens) + most + 2
         self.num_seqs = max([config.eval.batch_size, *config.eval.speed_batch_sizes])
 
     def load(self, dtype: str) -> None:
