@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from eval.report_page import number, percent
 from mtp_train.export import SOURCE
 from mtp_train.provenance import atomic_write
 
@@ -14,11 +15,11 @@ def figures(report: dict[str, Any], report_dir: Path) -> str:
     lines = [f"## Measured with {report['runs'][0]['engine']}, {report['created']}", ""]
     lines += ["| run | prompts | acceptance length [95 %] | accepted at 1, 2, ... | drafts | accepted |", "|---|---|---|---|---|---|"]
     for row in report["runs"]:
-        all_, length = row["overall"], row["overall"]["acceptance_length"]
-        rates = " / ".join(f"{100 * one['value']:.1f} %" for one in all_["acceptance_rate_at"])
+        all_, length = row["overall"], {key: number(value) for key, value in row["overall"]["acceptance_length"].items()}
+        rates = " / ".join(percent(one["value"]) for one in all_["acceptance_rate_at"]) or "–"
         counters = all_["counters"]
         lines.append(
-            f"| {row['name']}, {row['dtype']} | {all_['num_prompts']} | {length['value']:.2f} [{length['low']:.2f}, {length['high']:.2f}] | {rates} "
+            f"| {row['name']}, {row['dtype']} | {all_['num_prompts']} | {length['value']} [{length['low']}, {length['high']}] | {rates} "
             f"| {counters['num_drafts']:,} | {counters['num_accepted_tokens']:,} |"
         )
     if report["lossless"]["checked"]:
@@ -39,8 +40,9 @@ def write_figures(head: Path, report: dict[str, Any], report_dir: Path) -> list[
         return []
     section, written = figures(report, report_dir), []
     same = section.split(",", 1)[0]  # "## Measured with ENGINE"
-    for card in sorted(head.parent.glob("*/README.md")):
-        if (card.parent / SOURCE).read_text() != (head / SOURCE).read_text():
+    for source in sorted(head.parent.glob(f"*/{SOURCE}")):
+        card = source.with_name("README.md")
+        if not card.exists() or source.read_text() != (head / SOURCE).read_text():
             continue
         first, *rest = card.read_text().split("\n## ")
         kept = [first.rstrip(), *(f"## {part}".rstrip() for part in rest if not f"## {part}".startswith(same))]

@@ -29,12 +29,16 @@ class Decoded:
     seconds: float
 
     @property
-    def tokens_per_second(self) -> float:
-        """After each answer's first token (which belongs to its prefill) where the engine times its parts; else of the whole, prefill included."""
+    def tokens_per_second(self) -> float | None:
+        """After each answer's first token (which belongs to its prefill) where the engine times its parts; else of the whole, prefill included.
+
+        None where no answer has more than that first token.
+        """
         num_tokens = sum(len(one.token_ids) for one in self.completions.values())
         if self.costs is None:
             return num_tokens / self.seconds
-        return (num_tokens - len(self.completions)) / (self.seconds - self.costs.prefill)
+        num_after = num_tokens - len(self.completions)
+        return num_after / (self.seconds - self.costs.prefill) if num_after else None
 
 
 def check_counters(completions: Iterable[Completion], counted: list[int]) -> None:

@@ -26,6 +26,8 @@ from mtp_train.checkpoint import LoadedHead
 from mtp_train.spec_decode.engine import Completion
 
 FLAG = "--per-request-spec-decode-metrics detailed"
+NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""What a request leaves out, the server takes from the target's generation_config.json; offline we sample without."""
 
 
 class ServerEngine:
@@ -92,7 +94,7 @@ class ServerEngine:
     def ask(self, prompt: Prompt, run: cfg.EvalRunConfig, max_new_tokens: int, seed: int) -> Completion:
         """One request. Raises ValueError when the server does not tell what its drafts were worth."""
         body = {"model": self.model, "prompt": prompt.token_ids, "max_tokens": max_new_tokens, "temperature": run.temperature, "seed": seed}
-        answer = json.loads(self.call("/v1/completions", {**body, "stop_token_ids": sorted(self.stops), "return_token_ids": True}))
+        answer = json.loads(self.call("/v1/completions", {**body, **NEUTRAL, "stop_token_ids": sorted(self.stops), "return_token_ids": True}))
         found = (answer.get("metrics") or {}).get("speculative_decoding")
         choice = answer["choices"][0]
         if len(choice["token_ids"]) > 1 and (not found or (found.get("per_step_accepted") is None and found["num_spec_steps"])):

@@ -16,6 +16,7 @@ from typing import Any
 from eval.engine import Decoded
 from eval.faults import faults_of, spoiled
 from eval.prompts import Prompt
+from eval.report_page import number
 from mtp_train import config as cfg
 from mtp_train.checkpoint import vocab_fingerprint
 from mtp_train.published import read_engine
@@ -111,16 +112,16 @@ def diagnose(prompts: Sequence[Prompt], found: Sequence[dict[str, Any]], other: 
     return f"{best}: simulated, this reproduces the steps of {most} of {len(prompts)} prompts"
 
 
-def verdict(found: list[dict[str, Any]], num_prompts: int, num_drafts: int, rate: float) -> tuple[bool, str]:
-    """Whether two runs agree as DESIGN says, and in words."""
+def verdict(found: list[dict[str, Any]], num_prompts: int, num_drafts: int, rate: float | None) -> tuple[bool, str]:
+    """Whether two runs agree as DESIGN says, and in words. `rate` of the first draft; None: nothing was drafted."""
     faults = [one for one in found if not one["explained"]]
     if faults:
         one = faults[0]
         return False, f"{len(faults)} of {num_prompts} prompts differ without a near-tie, first {one['id']} at token {one['position']} ({one['what']})"
     if len(found) > max(1, 0.02 * num_prompts):
         return False, f"{len(found)} of {num_prompts} prompts differ; each is a near-tie, but these are more than 2 %"
-    weak = num_drafts < 200 or not 0.15 <= rate <= 0.9
-    note = f"; weak evidence, with {num_drafts} drafts and a first-draft rate of {rate:.2f} (200 drafts and .15 to .9 say more)" if weak else ""
+    weak = num_drafts < 200 or rate is None or not 0.15 <= rate <= 0.9
+    note = f"; weak evidence, with {num_drafts} drafts and a first-draft rate of {number(rate)} (200 drafts and .15 to .9 say more)" if weak else ""
     return True, ("equal to the last counter" if not found else f"{len(found)} near-ties, else equal") + note
 
 
@@ -155,7 +156,7 @@ def compare(
     """One row. `reference` is the embedded engine, which computes gaps and simulates faults."""
     found = differences(prompts, embedded, other, reference, run)
     total = {key: sum((one.stats for one in each.completions.values()), AcceptanceStats()) for key, each in (("embedded", embedded), ("vllm", other))}
-    equal, words = verdict(found, len(prompts), total["embedded"].num_drafts, total["embedded"].acceptance_rate_at[0])
+    equal, words = verdict(found, len(prompts), total["embedded"].num_drafts, next(iter(total["embedded"].acceptance_rate_at), None))
     if equal and not found and total["embedded"] != total["vllm"]:
         equal, words = False, "answers and steps are equal, the counters are not: the engines count otherwise"
     if any(not one["explained"] for one in found):

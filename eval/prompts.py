@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,21 @@ class Prompt:
     token_ids: list[int]
 
 
+def evenly(prompts: Sequence[Prompt], num: int | None) -> list[Prompt]:
+    """`num` prompts (None: all), one of each domain in turn while it has more."""
+    by_domain: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        by_domain[prompt.domain].append(prompt)
+    return [prompt for group in zip_longest(*by_domain.values()) for prompt in group if prompt is not None][:num]
+
+
 def read_prompts(path: str, tokenizer: Any, num_prompts: int | None, template_kwargs: dict[str, Any]) -> list[Prompt]:
-    """Prompts of a JSONL file, `num_prompts` of them at most, taken evenly from the domains.
+    """Prompts of a JSONL file by domain, `num_prompts` of them at most, taken evenly from the domains.
 
     Raises:
         FileNotFoundError: no such file. ValueError: not one usable prompt.
     """
-    by_domain: dict[str, list[Prompt]] = defaultdict(list)
+    prompts: list[Prompt] = []
     rejects: list[Reject] = []
     for row in read_corpus(path, need_answer=False):
         if isinstance(row, Reject):
@@ -42,14 +52,14 @@ def read_prompts(path: str, tokenizer: Any, num_prompts: int | None, template_kw
             if last < 0:
                 raise BadRow("no question")
             messages = row.messages[: last + 1]
-            by_domain[row.domain].append(Prompt(row.id, row.domain, messages[-1]["content"], prompt_ids(messages, tokenizer, template_kwargs)))
+            prompts.append(Prompt(row.id, row.domain, messages[-1]["content"], prompt_ids(messages, tokenizer, template_kwargs)))
         except BadRow as bad:
             rejects.append(Reject(row.where, bad.reason, bad.detail))
     for one in rejects:
         log.warning("prompt rejected, %s: %s %s", one.where, one.reason, one.detail)
-    if not by_domain:
+    if not prompts:
         raise ValueError(
             f"{Path(path).name} has no usable prompt; {len(rejects)} rejected" + (f", first {rejects[0].where}: {rejects[0].reason}" if rejects else "")
         )
-    share = None if num_prompts is None else max(1, num_prompts // len(by_domain))
-    return [prompt for domain in sorted(by_domain) for prompt in by_domain[domain][:share]]
+    prompts.sort(key=lambda prompt: prompt.domain)
+    return sorted(evenly(prompts, num_prompts), key=lambda prompt: prompt.domain)

@@ -15,7 +15,7 @@ A report is a dictionary. ROW is `spec_decode.stats.summarise`, INT is {"value",
     parity      [name, equal, verdict, predicted {} | None, embedded {}, vllm {} (counters, acceptance_length, acceptance_rate_at), num_prompts,
                  differences [id, position, what, top2_gap, explained]] | None
     speed       [name, kind plain | speculative, engine, batch_size, dtype, K, draft_vocab_size | None, num_prompts, num_tokens, seconds,
-                 tokens_per_second, speedup, parts {propose_ms, extend_ms, verify_ms, commit_ms} | None, num_steps | None]; speedup against the
+                 tokens_per_second | None, speedup | None, parts {propose_ms, extend_ms, verify_ms, commit_ms} | None, num_steps | None]; speedup against the
                  plain row of the same batch size; an engine that does not time its parts is timed with its prefill
     examples    [id, domain, prompt, tokens [text, kind first | accepted | recovered | bonus]]
     validation  shards {step, loss, kl, feature, proxy_acceptance_at, top1_match_at, predicted_acceptance_length} | None, live (the same) | None

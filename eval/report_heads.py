@@ -18,7 +18,8 @@ def heads(report: dict[str, Any]) -> list[Block]:
     for num_drafts in dict.fromkeys(row["K"] for row in report["heads"]):
         rows: list[list[Cell]] = []
         for row in (row for row in report["heads"] if row["K"] == num_drafts):
-            figures: list[Cell] = [length(row["acceptance_length"]), length(row["difference"]), rate(row["acceptance_rate_at"][0])]
+            first: list[Cell] = [rate(one) for one in row["acceptance_rate_at"][:1]] or ["–"]
+            figures: list[Cell] = [length(row["acceptance_length"]), length(row["difference"]), *first]
             flop = row["training_flop"]
             costs = [number(row["propose_ms"]), number(row["state_bytes"], 0), number(row["num_parameters"] / 1e6), number(flop and flop / 1e12)]
             rows.append([row["name"], row["kind"], *figures, *costs])

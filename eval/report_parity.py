@@ -21,7 +21,7 @@ def parity(report: dict[str, Any]) -> list[Block]:
             column = one[key] or {}
             counts = [number(column.get(name), 0) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")]
             at = " / ".join(f"{count:,}" for count in column.get("num_accepted_tokens_per_pos", [])) or "–"
-            rates = " / ".join(map(percent, column.get("acceptance_rate_at", [])))
+            rates = " / ".join(map(percent, column.get("acceptance_rate_at", []))) or "–"
             lines.append([title, number(column.get("acceptance_length")), rates, *counts, at])
         head = ["", "length", "rate at 1, 2, ...", "drafts", "drafted", "accepted", "accepted at 1, 2, ..."]
         words = "Equal: " if one["equal"] else "NOT equal: "

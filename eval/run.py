@@ -18,8 +18,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from eval import parts
 from eval.card import write_figures
 from eval.engine import Decoded, EvalEngine
@@ -28,19 +26,19 @@ from eval.engine_server import ServerEngine
 from eval.engine_vllm import VllmEngine
 from eval.heads import comparable, compare_heads, open_others
 from eval.parity import EXPLAINED_GAP, WIRING, compare_engines, first_difference
-from eval.prompts import read_prompts
+from eval.prompts import evenly, read_prompts
 from eval.report import terminal_table, write_report
-from eval.summary import evenly, loops, name_of, pieces, training_curve, with_speedup
+from eval.summary import loops, name_of, pieces, training_curve, with_speedup
 from mtp_train import cli
 from mtp_train import config as cfg
 from mtp_train.data.chat import open_tokenizer
 from mtp_train.data.manifest import Manifest
 from mtp_train.dist import dtype_name, pick_device, pick_dtype
 from mtp_train.metrics import read_metrics
-from mtp_train.provenance import atomic_write, provenance, sha256, write_provenance
+from mtp_train.provenance import atomic_write, config_yaml, provenance, sha256, write_provenance
 from mtp_train.published import identity, open_head
 from mtp_train.spec_decode.stats import AcceptanceStats, summarise
-from mtp_train.target.ends import local_dir
+from mtp_train.target.ends import local_dir, num_positions
 from mtp_train.target.identity import target_info
 
 log = logging.getLogger(__name__)
@@ -69,10 +67,11 @@ class Evaluation:
         self.arguments = (config, self.loaded, stops, longest)
         self.engine: EvalEngine = (ServerEngine if config.eval.server else ENGINES[config.engine.name])(*self.arguments)
         self.warnings: list[str] = []
-        if longest + self.options.max_new_tokens > self.loaded.info.seq_len:
-            self.warnings.append(
-                f"prompts and answers reach {longest + self.options.max_new_tokens} tokens, the head was trained on rows of {self.loaded.info.seq_len}"
-            )
+        reach = longest + self.options.max_new_tokens
+        if reach > self.loaded.info.seq_len:
+            self.warnings.append(f"prompts and answers reach {reach} tokens, the head was trained on rows of {self.loaded.info.seq_len}")
+        if reach > (limit := num_positions(config.target.path)):
+            self.warnings.append(f"prompts and answers reach {reach} tokens, the target was made for {limit} positions")
 
     def dtype(self, name: str) -> str:
         return dtype_name(pick_dtype(name, self.device))
@@ -226,7 +225,7 @@ class Evaluation:
 
 def reproduce(config: cfg.Config) -> dict[str, Any]:
     """Command, configuration and versions."""
-    return {"command": shlex.join(["mtp-eval", *sys.argv[1:]]), "config": yaml.safe_dump(asdict(config), sort_keys=False), "provenance": provenance()}
+    return {"command": shlex.join(["mtp-eval", *sys.argv[1:]]), "config": config_yaml(asdict(config)), "provenance": provenance()}
 
 
 def what_is_read(config: cfg.Config) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eval.prompts import Prompt
 from mtp_train.config import EvalRunConfig
 from mtp_train.metrics import read_metrics
 
@@ -54,16 +52,13 @@ def training_curve(run_dir: Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def evenly(prompts: Sequence[Prompt], num: int) -> list[Prompt]:
-    """`num` prompts, one of each domain in turn."""
-    by_domain: dict[str, list[Prompt]] = defaultdict(list)
-    for prompt in prompts:
-        by_domain[prompt.domain].append(prompt)
-    return [prompt for group in zip(*by_domain.values(), strict=False) for prompt in group][:num]
-
-
 def with_speedup(timed: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Timings of every way of decoding, each against plain decoding at its batch size (None where that was not timed)."""
+    """Timings of every way of decoding, each against plain decoding at its batch size (None where one of the two has no speed)."""
     every = [row for rows in timed for row in rows]
     plain = {row["batch_size"]: row["tokens_per_second"] for row in every if row["kind"] == "plain"}
-    return [{**row, "speedup": row["tokens_per_second"] / plain[row["batch_size"]] if row["batch_size"] in plain else None} for row in every]
+
+    def ratio(row: dict[str, Any]) -> float | None:
+        mine, reference = row["tokens_per_second"], plain.get(row["batch_size"])
+        return mine / reference if mine and reference else None
+
+    return [{**row, "speedup": ratio(row)} for row in every]

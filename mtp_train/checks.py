@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from mtp_train.config_cluster import SUBMIT_STAGES
+
+LIMIT = re.compile(r"\d+(:\d+){1,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.I)
+"""What sbatch takes for --time, but for a number alone: there it means minutes, and YAML reads 24:00:00 without quotes as 86400."""
 
 
 def one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -99,6 +103,9 @@ def check_cluster(cluster: Any) -> None:
         raise ValueError(f"cluster.time has no limit for {', '.join(missing)}; it names {', '.join(cluster.time)}")
     for name in (*cluster.time, *cluster.stage_flags):
         one_of("cluster.time or cluster.stage_flags", name, stages)
+    for name, limit in cluster.time.items():
+        if not LIMIT.fullmatch(limit):
+            raise ValueError(f'cluster.time.{name}={limit} is none of HH:MM:SS, MM:SS, D-HH, D-HH:MM, D-HH:MM:SS, UNLIMITED: write it in quotes, "24:00:00"')
     for key, value in cluster.env.items():
         if not key.isidentifier():
             raise ValueError(f"cluster.env: {key!r}={value!r} is no name of a variable")

@@ -36,7 +36,7 @@ class ClusterConfig:
     mem_per_cpu: Optional[str]  # noqa: UP045
     """memory, as --mem-per-cpu has it: 8G"""
     time: dict[str, str]
-    """limit of a job of each stage, as --time has it; shorter than the work is normal: the job saves, and is queued again"""
+    """limit of a job of each stage, as --time has it, in quotes ("24:00:00"); shorter than the work is normal: the job saves, and is queued again"""
     max_parallel: Optional[int]  # noqa: UP045
     """tasks of an array that run at once; null: as many as the cluster gives"""
     setup: list[str]

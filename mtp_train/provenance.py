@@ -286,9 +286,18 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def escaped(value: Any) -> Any:
+    """A resolved value with every ${ escaped: it is the shell's, and omegaconf would take it for its own."""
+    if isinstance(value, dict):
+        return {key: escaped(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [escaped(one) for one in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
 def config_yaml(config: dict[str, Any]) -> str:
-    """The text of a `config.yaml`."""
-    return str(yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=1000))
+    """The text of a `config.yaml`, for `config.read`."""
+    return str(yaml.safe_dump(escaped(config), sort_keys=False, allow_unicode=True, width=1000))
 
 
 def write_provenance(out_dir: str | Path, config: dict[str, Any]) -> None:

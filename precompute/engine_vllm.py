@@ -6,6 +6,7 @@ the other: one that generates, one that extracts; the second starts when the fir
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from mtp_train.config import EngineConfig
 from mtp_train.interfaces import Ends, Sample, Tap, TokenRow
 from mtp_train.spec_decode.engine import Completion, Request
 from mtp_train.spec_decode.stats import AcceptanceStats
+from mtp_train.target.ends import num_positions
 from mtp_vllm import launch
 from mtp_vllm.receiver import Receiver
 
@@ -38,6 +40,8 @@ class VllmEngine:
 
     def _start(self, num_seqs: int, **more: Any) -> Any:
         self.close()
+        if self.max_length == num_positions(self.path):  # vLLM asks room for a token after the longest row, which is never computed
+            os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
         self.llm = launch.make_llm(self.path, self.dtype, self.options, self.max_length + 1, num_seqs, **more)
         return self.llm
 

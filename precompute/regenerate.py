@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from mtp_train.config import RegenerateConfig
-from mtp_train.data.chat import prompt_ids
+from mtp_train.data.chat import Tally, prompt_ids
 from mtp_train.data.corpus import BadRow
 from mtp_train.interfaces import Conversation, Reject, TokenRow
 from mtp_train.provenance import Claim, atomic_write
@@ -39,7 +39,12 @@ class _Dialog:
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     cursor: int = 0  # messages of the source already used
-    reject: Reject | None = None
+    end: Reject | None = None  # why it stops before the end of the source
+
+    @property
+    def more(self) -> bool:
+        """Whether the source goes on with anything but an answer."""
+        return any(message["role"] != "assistant" for message in self.source.messages[self.cursor :])
 
     def ask(self) -> bool:
         """Move on to the next question; False at the end. Assistant turns of the source are skipped: the target answers itself."""
@@ -100,12 +105,12 @@ class Regenerator:
         self.engine, self.tokenizer, self.stops, self.options = engine, tokenizer, stops, options
         self.max_length, self.template_kwargs = max_length, template_kwargs
 
-    def rows(self, conversations: Sequence[Conversation], journal: Journal) -> Iterator[TokenRow | Reject]:
-        """Answer every conversation; rows come in their order."""
+    def rows(self, conversations: Sequence[Conversation], journal: Journal, tally: Tally) -> Iterator[TokenRow | Reject]:
+        """Answer every conversation; rows come in their order. `tally` counts those that stop before the end of their conversation."""
         for start in range(0, len(conversations), BLOCK):
-            yield from self._block([_Dialog(one) for one in conversations[start : start + BLOCK]], journal)
+            yield from self._block([_Dialog(one) for one in conversations[start : start + BLOCK]], journal, tally)
 
-    def _block(self, dialogs: list[_Dialog], journal: Journal) -> Iterator[TokenRow | Reject]:
+    def _block(self, dialogs: list[_Dialog], journal: Journal, tally: Tally) -> Iterator[TokenRow | Reject]:
         going, turn = dialogs, 0
         while going:
             prompts = {dialog.source.id: prompt for dialog in going if (prompt := self._prompt(dialog)) is not None}
@@ -117,14 +122,21 @@ class Regenerator:
             ]
             turn += 1
         for dialog in dialogs:
-            yield dialog.reject or TokenRow(dialog.source.id, dialog.source.domain, dialog.ids, dialog.mask)
+            if dialog.end and not dialog.ids:
+                yield dialog.end
+                continue
+            if dialog.end:
+                tally.shorten(dialog.end)
+            yield TokenRow(dialog.source.id, dialog.source.domain, dialog.ids, dialog.mask)
 
     def _prompt(self, dialog: _Dialog) -> list[int] | None:
-        """The ids of the next question, or None when the dialog ends here (a dialog without any answer is rejected)."""
+        """The ids of the next question, or None when the dialog ends here (`dialog.end` says why where it should go on)."""
         try:
             if dialog.source.text is not None:
                 raise BadRow("plain text cannot be regenerated")
             if not dialog.ask():
+                if dialog.ids and not dialog.more:
+                    return None
                 raise BadRow("no question that can be regenerated")
             prompt = prompt_ids(dialog.history, self.tokenizer, self.template_kwargs)
             if len(prompt) + MIN_ANSWER > self.max_length:
@@ -133,8 +145,7 @@ class Regenerator:
                 raise BadRow("the template rewrites earlier turns")
             return prompt
         except BadRow as bad:
-            if not dialog.ids:
-                dialog.reject = Reject(dialog.source.where, bad.reason, bad.detail)
+            dialog.end = Reject(dialog.source.where, bad.reason, bad.detail)
             return None
 
     def _answer(self, prompts: dict[str, list[int]], turn: int, journal: Journal) -> None:
@@ -162,4 +173,7 @@ class Regenerator:
         dialog.ids = prompt + ids
         kept = ids[:-1] if answer["finish"] == "stop" else ids
         dialog.history.append({"role": "assistant", "content": self.tokenizer.decode(kept, skip_special_tokens=True)})
-        return answer["finish"] == "stop"
+        whole = answer["finish"] == "stop"
+        if not whole and dialog.more:
+            dialog.end = Reject(dialog.source.where, "an answer was cut, questions follow it", f"after {len(ids)} tokens")
+        return whole

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -32,7 +33,7 @@ from mtp_train.heads.table import resolve, taps_of
 from mtp_train.interfaces import Conversation, Reject, Tap, TokenRow
 from mtp_train.planner import report, state_bytes
 from mtp_train.provenance import Claim, atomic_write, fingerprint, write_provenance
-from mtp_train.target.ends import FrozenEnds, local_dir
+from mtp_train.target.ends import FrozenEnds, local_dir, num_positions
 from mtp_train.target.identity import target_info
 from precompute.demo import prepare
 from precompute.engine_hf import EmbeddedEngine
@@ -66,6 +67,8 @@ class Precompute:
         self.options = replace(self.options, tap_layers=layers)
         self.config = replace(self.config, head=resolve(self.config.head, depth), precompute=self.options)
         self.taps = (*(Tap(layer, "pre") for layer in layers), Tap(depth, "post"))
+        if (longest := self.config.data.max_length) > (limit := num_positions(self.config.target.path)):
+            log.warning("data.max_length=%d is beyond the %d positions that the target was made for: its states mean little there", longest, limit)
 
     @cached_property
     def engine(self) -> EmbeddedEngine | VllmEngine:
@@ -99,10 +102,10 @@ class Precompute:
 
     def corpus(self, which: str) -> None:
         """Read and check the sources; the counts of rejects go beside the conversations."""
-        tally, kept = Tally(), []
+        tally, kept, seen = Tally(), [], Counter[str]()
         for source in self.sources(which):
-            need_answer = not self.options.regenerate.enabled
-            for item in read_corpus(source.path, form=source.form, domain=source.domain, split=source.split, limit=source.limit, need_answer=need_answer):
+            about = asdict(source)
+            for item in read_corpus(about.pop("path"), **about, need_answer=not self.options.regenerate.enabled, seen=seen):
                 if isinstance(item, Reject):
                     tally.reject(item)
                 else:
@@ -122,9 +125,10 @@ class Precompute:
 
     def report(self, what: str, tally: Tally) -> None:
         """Say what was rejected, and stop when nothing is left."""
-        log.info("%s: %d rows in, %d out%s", what, tally.rows_in, tally.rows_out, "".join(f", {count} x {reason}" for reason, count in tally.rejects.items()))
+        reasons = [*tally.rejects.items(), *((f"{reason} (used up to there)", count) for reason, count in tally.shortened.items())]
+        log.info("%s: %d rows in, %d out%s", what, tally.rows_in, tally.rows_out, "".join(f", {count} x {reason}" for reason, count in reasons))
         for example in tally.summary()["examples"]:
-            log.info("  rejected %s", example)
+            log.info("  %s", example)
         tally.check(what)
 
     # ------------------------------------------------------------ rows
@@ -142,13 +146,13 @@ class Precompute:
         share = split([1] * len(conversations), self.options.num_parts)[part]
         mine, tally = conversations[share.start : share.stop], Tally()
         with Claim(path.with_name(f".{path.stem}.lock")) as claim:
-            produced = list(tally.rows(self.produce(mine, path.with_suffix(".journal"), mark, claim)))
+            produced = list(tally.rows(self.produce(mine, path.with_suffix(".journal"), mark, claim, tally)))
             if mine:
                 self.report(f"{which} rows, part {part}", tally)
             lines = [{"fingerprint": mark, **tally.summary()}, *map(asdict, produced)]
             atomic_write(path, "".join(json.dumps(line) + "\n" for line in lines), claim.check)
 
-    def produce(self, conversations: list[Conversation], journal: Path, mark: str, claim: Claim) -> Iterator[TokenRow | Reject]:
+    def produce(self, conversations: list[Conversation], journal: Path, mark: str, claim: Claim, tally: Tally) -> Iterator[TokenRow | Reject]:
         data, options = self.config.data, self.options.regenerate
         check_template(self.tokenizer, data.template_kwargs) if options.enabled or any(one.text is None for one in conversations) else None
         if not options.enabled:
@@ -156,7 +160,7 @@ class Precompute:
                 yield tokenize(one, self.tokenizer, max_length=data.max_length, turns=data.turns, template_kwargs=data.template_kwargs)
             return
         regenerator = Regenerator(self.engine, self.tokenizer, self.stops, options, data.max_length, data.template_kwargs)
-        yield from regenerator.rows(conversations, Journal(journal, mark, claim))
+        yield from regenerator.rows(conversations, Journal(journal, mark, claim), tally)
 
     def read_rows(self, which: str, part: int) -> list[TokenRow]:
         path = self.rows_path(which, part)
@@ -188,8 +192,7 @@ class Precompute:
             and known.header.corpus_fingerprint == mark
             and {row.id for row in rows} == shards.stored_ids(folder, part)
         ):
-            known.target.check(self.info, str(folder))
-            known.places(self.needed, str(folder))
+            self.check_captured(known, folder)
             log.info("%s of %s is complete", index.stem, which)
             return
         header = manifest.Header(self.info, self.taps, self.engine.info, mark, self.options.state_dtype)
@@ -200,6 +203,18 @@ class Precompute:
         for sample in self.engine.capture(left, self.options.batch_tokens):
             writer.add(sample)
         writer.finish()
+
+    def check_captured(self, known: manifest.Manifest, folder: Path) -> None:
+        """Raise ValueError where a complete capture has not the states that are asked for now; states of another engine are as good, and said."""
+        known.target.check(self.info, str(folder))
+        known.places(self.needed, str(folder))
+        made, target = known.engine, self.config.target
+        dtype = {"auto": self.info.dtype, "fast": made["dtype"]}.get(target.dtype, target.dtype)  # fast: the machine that captured chose
+        pairs = {"precompute.state_dtype": (known.state_dtype, self.options.state_dtype), "target.dtype": (made["dtype"], dtype)}
+        if different := [f"{name} is {there} there, {here} here" for name, (there, here) in pairs.items() if there != here]:
+            raise ValueError(f"{folder} is complete, captured otherwise ({'; '.join(different)}): remove it to capture anew, or set what is there")
+        if made["name"] != self.config.engine.name:
+            log.warning("%s was captured by engine=%s, and is not captured anew by engine=%s", folder, made["name"], self.config.engine.name)
 
     def audit(self, which: str) -> None:
         """Teacher states through lm_head must give the target's own greedy answers again. Raises ValueError: a fault of capture, which training would not show.

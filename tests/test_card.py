@@ -22,6 +22,8 @@ def exports(tmp_path):
         (folder / "source.sha256").write_text(mark)
         if name != "hf":
             (folder / "README.md").write_text("# MTP draft head\n\n    vllm serve\n")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "README.md").write_text("of nothing that was exported\n")
     return tmp_path
 
 

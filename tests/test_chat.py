@@ -398,10 +398,11 @@ def test_tally():
         [tokenize(chat("hi", "ho"), toy_tokenizer(), max_length=99)] * 10 + [Reject(f"a:{n}", "empty answer", "x") for n in range(5)] + [Reject("b:1", "odd")]
     )
     assert len(list(tally.rows(rows))) == 10
+    tally.shorten(Reject("c:1", "no room"))
     tally.check("train")
     assert tally.summary() == {
-        "rows_in": 16, "rows_out": 10, "rejects": {"empty answer": 5, "odd": 1},
-        "examples": ["a:0: empty answer (x)", "a:1: empty answer (x)", "a:2: empty answer (x)", "b:1: odd"],
+        "rows_in": 16, "rows_out": 10, "rejects": {"empty answer": 5, "odd": 1}, "shortened": {"no room": 1},
+        "examples": ["a:0: empty answer (x)", "a:1: empty answer (x)", "a:2: empty answer (x)", "b:1: odd", "c:1: no room"],
     }  # fmt: skip
     tally.rejects["odd"] += 1  # a row counted twice
     with pytest.raises(AssertionError):

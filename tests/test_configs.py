@@ -28,10 +28,12 @@ def test_every_group_option_loads(group):
 def test_a_saved_configuration_is_read_back_with_single_fields_changed(tmp_path):
     odd = "a b, c=1 #2: 试 'x' \"y\""
     config = compose("experiment=tiny", "target.path=somewhere")
+    shell = ["cd ${HOME}", "a=${b:-${c}}", r"\${x}", r"\\${run_dir}", r"c:\x\${y}\z", "$${PWD}$", "\\", "${", r"ends\\"]
+    config = replace(config, cluster=replace(config.cluster, setup=shell, env={"A": "${B}"}, scratch="${TMPDIR}/mtp"))
     write_provenance(tmp_path, asdict(replace(config, run_dir=odd)))
     again = read(tmp_path / "config.yaml", ["precompute.part=0", "precompute.steps=[rows]", "train.num_steps=7"])
     assert (again.run_dir, again.precompute.part, again.precompute.steps, again.train.num_steps) == (odd, 0, ["rows"], 7)
-    assert again.eval == config.eval
+    assert (again.eval, again.cluster) == (config.eval, config.cluster)
     with pytest.raises(ValueError, match="no_such"):
         read(tmp_path / "config.yaml", ["train.no_such=1"])
 
@@ -45,6 +47,16 @@ def test_a_saved_configuration_of_another_version_is_named_with_the_field(tmp_pa
     assert path.read_text() != text
     with pytest.raises(ValueError, match=rf"{path}, as this version .*{field}"):
         read(path)
+
+
+@pytest.mark.parametrize(("limit", "read_as"), [("24:00:00", "86400"), ('"24:00:00"', ""), ("2-0", ""), ("1-12:30", ""), ("unlimited", ""), ("90", "90")])
+def test_a_limit_that_yaml_made_a_number_is_refused(tmp_path, limit, read_as):
+    write_provenance(tmp_path, asdict(compose("experiment=tiny", "target.path=somewhere")))
+    if read_as:
+        with pytest.raises(ValueError, match=f"cluster.time.train={read_as} is none of"):
+            read(tmp_path / "config.yaml", [f"cluster.time.train={limit}"])
+    else:
+        assert read(tmp_path / "config.yaml", [f"cluster.time.train={limit}"]).cluster.time["train"] == limit.strip('"')
 
 
 def test_every_field_says_what_it_means():

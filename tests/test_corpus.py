@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+from collections import Counter
 from datetime import datetime
 
 import pytest
@@ -135,6 +136,12 @@ def test_no_tool_arguments(tmp_path, arguments):
     assert got.messages[1]["tool_calls"] == [{"name": "f", "arguments": {}}]
 
 
+@pytest.mark.parametrize("calls", [None, [], "", "[]", "null"])
+def test_no_tool_calls_are_no_key(tmp_path, calls):
+    """Templates ask `'tool_calls' in message`."""
+    assert only(tmp_path, turns(USER, ANSWER | {"tool_calls": calls})).messages[1] == ANSWER
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_extra_keys_stay_and_reasoning_has_one_name(tmp_path, key):
     got = only(tmp_path, turns(USER | {"name": "Ann"}, {"role": "assistant", "content": None, key: "hm", "score": 2}))
@@ -177,6 +184,15 @@ def test_ids_are_unique_and_say_where_from(tmp_path):
     ids = [row.id for row in read_corpus(jsonl(tmp_path / "my.data.v2.jsonl", *rows))]
     assert ids[:3] == ["my.data.v2:x", "my.data.v2:2", "my.data.v2:x#2"] and ids[5:] == ["my.data.v2:7", "my.data.v2:7#2", "my.data.v2:8"]
     assert len(set(ids)) == len(rows)
+
+
+def test_sources_of_one_name_share_no_id(tmp_path):
+    seen, ids = Counter(), []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        path = jsonl(tmp_path / folder / "train.jsonl", GOOD, GOOD | {"id": "x"})
+        ids += [row.id for row in read_corpus(path, seen=seen)]
+    assert ids == ["train:1", "train:x", "train:1#2", "train:x#2"]
 
 
 def test_domain_is_the_rows_the_callers_or_the_files(tmp_path):

@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from eval.engine import Decoded
 from eval.engine_hf import EmbeddedEngine
 from eval.faults import CHAIN, EAGLE1, EAGLE3, MTP, faults_of, spoiled
 from eval.parity import accepted_by_step, compare, first_difference, verdict
-from eval.prompts import read_prompts
+from eval.prompts import Prompt, read_prompts
+from eval.report_parity import parity
 from mtp_train.checkpoint import load_head
 from mtp_train.config import EvalRunConfig, compose
 from mtp_train.data.chat import stop_ids
@@ -45,6 +47,15 @@ def test_a_verdict_needs_near_ties_and_few_of_them():
     assert not equal and "a at token 3 (draft 1)" in words
     assert "weak evidence" in verdict([], 100, 50, 0.5)[1]
     assert "weak evidence" in verdict([], 100, 400, 0.99)[1]
+
+
+def test_engines_that_drafted_nothing_are_equal_and_say_so():
+    prompts = [Prompt("a", "chat", "", [1])]
+    one = Decoded({"a": Completion("a", [2], ["first"], AcceptanceStats(), "stop")}, None, 1.0)
+    row = compare(prompts, "K=3", one, one, None, RUN, None)
+    assert row["equal"] and "0 drafts and a first-draft rate of –" in row["verdict"]
+    table = parity({"checks": [], "parity": [row]})[0]
+    assert table.rows[1] == ["embedded engine", "–", "–", "0", "0", "0", "–"]
 
 
 HEADS = {  # with the faults that are seeded for each; those of every head once

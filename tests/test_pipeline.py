@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from eval.run import Evaluation
 from eval.run import stage as evaluate
 from mtp_train.checkpoint import checkpoints, choose, load_head
 from mtp_train.config import compose, read
+from mtp_train.data.chat import Tally
 from mtp_train.data.shards import ShardReader
 from mtp_train.export import export
+from mtp_train.interfaces import Conversation
+from mtp_train.pipeline import run as pipeline
 from mtp_train.provenance import Claim
+from mtp_train.spec_decode.engine import Completion
+from mtp_train.spec_decode.stats import AcceptanceStats
 from mtp_train.target.ends import FrozenEnds
 from mtp_train.train import stage as train
 from precompute.regenerate import Journal, Regenerator
@@ -25,6 +35,7 @@ from precompute.run import Precompute
 from precompute.run import stage as precompute
 from tests.conftest import source
 from tests.tiny import save_tiny, tiny_target
+from tests.toy import TEMPLATES, toy_tokenizer
 
 ROOT = Path(__file__).parent.parent
 
@@ -73,6 +84,15 @@ def test_every_stage_and_a_second_run_that_redoes_nothing(overrides, target_dir,
         stage(config)
     changed = [path for path, stamp in stamps(run).items() if first.get(path) != stamp]
     assert not [path for path in changed if path.suffix in (".safetensors", ".html")], changed
+    assert "the target was made for 512 positions" in Evaluation(compose(*overrides, "eval.max_new_tokens=512")).warnings[-1]
+    # Answers of one token: nothing is drafted, nothing is timed, and the report says so.
+    evaluate(compose(*overrides, "eval.max_new_tokens=1", "eval.speed_tokens=1", f'eval.heads=["{run / "export" / "hf"}"]'))
+    report = json.loads((run / "eval" / "report.json").read_text())
+    assert report["runs"][0]["overall"]["counters"]["num_drafts"] == 0
+    assert {(row["tokens_per_second"], row["speedup"]) for row in report["speed"]} == {(None, None)}
+    assert not re.search(
+        r"\b(nan|None)\b", (run / "export" / "vllm" / "README.md").read_text() + (run / "eval" / "report.md").read_text().split("## Target")[0]
+    )
 
 
 def test_exported_head_equals_the_trained_one_in_both_formats(overrides, tmp_path):
@@ -100,6 +120,44 @@ def test_pipeline_as_a_user_runs_it(overrides, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (odd / "eval" / "report.html").exists()
     assert "acceptance" in (odd / "eval" / "report.md").read_text().lower()
+
+
+PASSING_ON = """
+import sys
+from mtp_train.pipeline import run_stage
+child = '''
+import pathlib, signal, sys, time
+seen = []
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, lambda number, _: seen.append(number))
+pathlib.Path(sys.argv[1]).touch()
+end = time.monotonic() + 20
+while signal.SIGTERM not in seen and time.monotonic() < end:
+    time.sleep(0.01)
+sys.exit(int(sys.argv[2]) if len(seen) == 2 else 3)
+'''
+sys.exit(run_stage([sys.executable, "-c", child, *sys.argv[1:]]) % 256)
+"""
+
+
+@pytest.mark.parametrize(("code", "returned"), [(75, 75), (0, 256 - signal.SIGUSR1)])
+def test_signals_reach_the_stage_and_its_code_comes_back(tmp_path, code, returned):
+    """A stage that ended well all the same is not followed by the next."""
+    parent = subprocess.Popen([sys.executable, "-c", PASSING_ON, str(tmp_path / "ready"), str(code)], cwd=ROOT)
+    while not (tmp_path / "ready").exists():
+        assert parent.poll() is None
+        time.sleep(0.01)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        parent.send_signal(number)
+        time.sleep(0.2)  # signals that wait together come in any order
+    assert parent.wait(30) == returned
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero2"])
+def test_several_processes_are_refused_before_any_stage(overrides, tmp_path, mode):
+    with pytest.raises(ValueError, match=rf"distributed\.mode={mode}, but mtp-pipeline trains in one process"):
+        pipeline(compose(*overrides, f"distributed={mode}"), [])
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -166,6 +224,48 @@ def test_shards_of_another_target_are_refused(overrides, tmp_path):
     other = save_tiny(tiny_target("llama", seed=9), tmp_path / "other")
     with pytest.raises(ValueError, match="another target"):
         train(compose(*overrides, f'target.path="{other}"'))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("precompute.state_dtype=bfloat16", "precompute.state_dtype is float32 there, bfloat16 here"),
+        ("target.dtype=bfloat16", "target.dtype is float32 there, bfloat16 here"),
+    ],
+)
+def test_a_complete_capture_of_another_dtype_is_refused_with_both(overrides, extra, message):
+    precompute(compose(*overrides))
+    with pytest.raises(ValueError, match=message):
+        precompute(compose(*overrides, extra))
+
+
+def test_a_complete_capture_by_another_engine_is_used_with_a_warning(overrides, caplog):
+    precompute(compose(*overrides))
+    with caplog.at_level(logging.WARNING):
+        precompute(compose(*overrides, "target.dtype=fast"))
+        assert not caplog.messages
+        precompute(compose(*overrides, "engine=vllm"))
+    assert "captured by engine=embedded, and is not captured anew by engine=vllm" in caplog.text
+
+
+@pytest.mark.parametrize(("length", "warned"), [(512, False), (513, True)])
+def test_a_length_beyond_the_targets_positions_is_said(overrides, caplog, length, warned):
+    with caplog.at_level(logging.WARNING):
+        Precompute(compose(*overrides, f"data.max_length={length}")).open_target()
+    assert ("data.max_length=513 is beyond the 512 positions" in caplog.text) == warned
+
+
+def test_sources_of_one_name_are_answered_apart(overrides, tmp_path):
+    questions = {"a": ["red", "blue tree"], "b": ["cat runs", "dog"]}
+    for name, texts in questions.items():
+        (tmp_path / name).mkdir()
+        rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+        (tmp_path / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both = ",".join(source(tmp_path / name / "train.jsonl") for name in questions)
+    precompute(compose(*overrides, f"data.train=[{both}]"))
+    reader = ShardReader(tmp_path / "run" / "shards" / "train")
+    prompts = {toy_tokenizer().decode(sample.input_ids[~sample.loss_mask]) for sample in (reader[index] for index in range(len(reader)))}
+    assert prompts == {f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for texts in questions.values() for text in texts}
 
 
 def test_parts_share_a_corpus_and_merge_to_the_same_rows(overrides, tmp_path):
@@ -269,7 +369,7 @@ def test_a_regeneration_cut_in_the_middle_goes_on_at_the_answer(overrides, tmp_p
     def rows(engine, journal):
         maker = Regenerator(engine, run.tokenizer, run.stops, options, run.config.data.max_length, {})
         with Claim(tmp_path / ".lock") as claim:
-            return list(maker.rows(conversations, Journal(tmp_path / journal, "mark", claim)))
+            return list(maker.rows(conversations, Journal(tmp_path / journal, "mark", claim), Tally()))
 
     whole = rows(engine, "whole.journal")
     with pytest.raises(Interrupted):
@@ -281,6 +381,45 @@ def test_a_regeneration_cut_in_the_middle_goes_on_at_the_answer(overrides, tmp_p
     kept = {json.loads(line)["id"] for line in (tmp_path / "cut.journal").read_text().splitlines()[1:8]}
     assert len(kept) == 7
     assert not kept & set(again.asked[: len(conversations) - 7]), "what was kept is not asked for again"
+
+
+class Answering:
+    """Answers every question by one and the same text."""
+
+    def __init__(self, text, stop):
+        self.ids, self.finish = toy_tokenizer()(text)["input_ids"] + ([toy_tokenizer().eos_token_id] if stop else []), "stop" if stop else "length"
+
+    def generate(self, requests, batch_size):
+        for one in requests:
+            yield Completion(one.id, self.ids, ["first"] * len(self.ids), AcceptanceStats(), self.finish)
+
+
+USER, ANSWER, TOOL = ({"role": role, "content": "hi"} for role in ("user", "assistant", "tool"))
+CALL = ANSWER | {"tool_calls": [{"name": "f", "arguments": {}}]}
+COUNTED = "{{ messages | length }}" + TEMPLATES["chatml"]
+ENDINGS = {  # messages, template, does the answer stop, max_length -> turns that are answered, why no more
+    "all of it": ([USER, ANSWER, USER, ANSWER], "chatml", True, 200, 2, None),
+    "a question at the end": ([USER, ANSWER, USER], "chatml", True, 200, 2, None),
+    "a call in place of an answer": ([USER, CALL], "chatml", True, 200, 1, None),
+    "no room": ([USER, ANSWER, USER, ANSWER], "chatml", True, 50, 1, "the prompt leaves no room within max_length"),
+    "tools": ([USER, CALL, TOOL, ANSWER], "chatml", True, 200, 1, "no question that can be regenerated"),
+    "a template that rewrites": ([USER, ANSWER, USER, ANSWER], COUNTED, True, 200, 1, "the template rewrites earlier turns"),
+    "cut before a question": ([USER, ANSWER, USER, ANSWER], "chatml", False, 200, 1, "an answer was cut, questions follow it"),
+    "cut at the end": ([USER, ANSWER], "chatml", False, 200, 1, None),
+}
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+def test_a_conversation_that_is_not_answered_to_its_end_is_counted_by_reason(overrides, tmp_path, case):
+    messages, template, stop, limit, num_answers, reason = ENDINGS[case]
+    tokenizer, tally = toy_tokenizer(template), Tally()
+    options = compose(*overrides).precompute.regenerate
+    maker = Regenerator(Answering("ho", stop), tokenizer, frozenset({tokenizer.eos_token_id}), options, limit, {})
+    with Claim(tmp_path / ".lock") as claim:
+        (row,) = tally.rows(maker.rows([Conversation("a", "chat", tuple(messages), "a:1")], Journal(tmp_path / "journal", "mark", claim), tally))
+    assert sum(row.loss_mask) == num_answers * len(maker.engine.ids)
+    assert tally.summary()["shortened"] == ({reason: 1} if reason else {})
+    assert (tally.rows_in, tally.rows_out) == (1, 1)
 
 
 class WrongCapture:

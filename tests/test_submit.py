@@ -567,6 +567,7 @@ def test_hydras_own_launcher_is_refused_with_a_hint(given, message):
         ("submit.stages=[train,fly]", "fly"),
         ("cluster.flags=[exclude]", "exclude"),
         ("~cluster.time.eval", "no limit for eval"),
+        ("cluster.time.train=86400", r"cluster\.time\.train=86400 is none of HH:MM:SS.*quotes"),
         ("cluster.gpus_per_node=4 engine.tensor_parallel_size=8", "8 does not fit cluster.gpus_per_node=4"),
         ("cluster.nodes=two", "cluster.nodes"),
     ],

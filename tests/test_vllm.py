@@ -127,8 +127,8 @@ def test_captured_states_equal_the_embedded_engines(trained, tmp_path, family):
 
 @pytest.mark.parametrize("engine", [(), ENGINE], ids=["embedded", "vllm"])
 def test_a_tap_is_the_residual_after_so_many_blocks(corpus, tmp_path, engine):
-    """Block k adds 2^k to every entry of the residual, and nothing else: the bias of its attention's output."""
-    model = tiny_target("llama", attention_bias=True, num_attention_heads=2, num_key_value_heads=1)
+    """Block k adds 2^k to every entry of the residual, and nothing else: the bias of its attention's output. Rows take all positions of the target."""
+    model = tiny_target("llama", attention_bias=True, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=48)
     with torch.no_grad():
         for index, layer in enumerate(model.model.layers):
             layer.mlp.down_proj.weight.zero_()
@@ -137,8 +137,10 @@ def test_a_tap_is_the_residual_after_so_many_blocks(corpus, tmp_path, engine):
     target = save_tiny(model, tmp_path / "target")
     folder = tmp_path / "run"
     lines = ["experiment=tiny", f'run_dir="{folder}"', f'target.path="{target}"', f"data.train=[{source(corpus / 'train.jsonl')}]", "data.validation=[]"]
-    precompute(compose(*lines, "precompute.regenerate.enabled=false", "precompute.tap_layers=[0,1,2,3,4]", "engine.enforce_eager=true", *engine))
+    extra = ("data.max_length=48", "precompute.tap_layers=[0,1,2,3,4]", "engine.enforce_eager=true", *engine)
+    precompute(compose(*lines, "precompute.regenerate.enabled=false", *extra))
     ends, reader = FrozenEnds.from_pretrained(target), ShardReader(folder / "shards" / "train")
+    assert max(len(reader[index].input_ids) for index in range(len(reader))) == 48
     for sample in (reader[index] for index in range(len(reader))):
         embedded = ends.embed(sample.input_ids)
         for place, added in enumerate((0, 1, 3, 7, 15)):

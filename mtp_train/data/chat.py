@@ -243,19 +243,27 @@ def tokenize(
 
 
 class Tally:
-    """Counts rows in, rows out and rejects by reason while rows stream through."""
+    """Counts rows in, rows out, rejects by reason, and rows that are used but not to their end, while rows stream through."""
 
     def __init__(self) -> None:
         self.rows_in, self.rows_out = 0, 0
         self.rejects: Counter[str] = Counter()
+        self.shortened: Counter[str] = Counter()
         self.examples: list[Reject] = []
 
     def reject(self, reject: Reject) -> None:
         """Count a row that is not used."""
         self.rows_in += 1
-        self.rejects[reject.reason] += 1
-        if self.rejects[reject.reason] <= 3:
-            self.examples.append(reject)
+        self._count(self.rejects, reject)
+
+    def shorten(self, end: Reject) -> None:
+        """Count that a row, counted as kept, is used only up to where `end` says why."""
+        self._count(self.shortened, end)
+
+    def _count(self, reasons: Counter[str], one: Reject) -> None:
+        reasons[one.reason] += 1
+        if reasons[one.reason] <= 3:
+            self.examples.append(one)
 
     def keep(self) -> None:
         """Count a row that is used."""
@@ -272,10 +280,11 @@ class Tally:
                 yield item
 
     def summary(self) -> dict[str, Any]:
-        """rows_in = rows_out + sum of rejects."""
+        """rows_in = rows_out + sum of rejects; what is shortened is among rows_out."""
         assert self.rows_in == self.rows_out + sum(self.rejects.values())
         examples = [f"{one.where}: {one.reason}{f' ({one.detail})' if one.detail else ''}" for one in self.examples]
-        return {"rows_in": self.rows_in, "rows_out": self.rows_out, "rejects": dict(self.rejects), "examples": examples}
+        counts = {"rejects": dict(self.rejects), "shortened": dict(self.shortened)}
+        return {"rows_in": self.rows_in, "rows_out": self.rows_out, **counts, "examples": examples}
 
     def check(self, what: str) -> None:
         """Raise ValueError when nothing is left to train on."""

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, pairwise
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from mtp_train.interfaces import Conversation, Reject
@@ -132,7 +133,7 @@ def _content(value: Any) -> str:
     return "".join(map(str, texts))
 
 
-def _parsed(value: Any, kind: type, what: str) -> Any:
+def _parsed(value: Any, kind: type | UnionType, what: str) -> Any:
     """`value` as an object or list: data sets hold it as such or as its JSON text."""
     if isinstance(value, str):
         try:
@@ -166,8 +167,10 @@ def _message(raw: Any) -> dict[str, Any]:
     if raw.get(text_key) is None and role in ("user", "system"):
         raise BadRow("content is not text", f"none in a {role} message")
     extra = {key: value for key, value in raw.items() if key not in (role_key, text_key) and value is not None}
-    if extra.get("tool_calls"):
-        extra["tool_calls"] = [_tool_call(call) for call in _parsed(extra["tool_calls"], list, "tool calls")]
+    if calls := _parsed(extra.get("tool_calls") or None, list | None, "tool calls"):
+        extra["tool_calls"] = [_tool_call(call) for call in calls]
+    else:
+        extra.pop("tool_calls", None)  # templates ask whether the key is there
     reasoning = next((extra[key] for key in REASONING if isinstance(extra.get(key), str)), None)
     if role == "assistant" and reasoning is not None:
         extra[REASONING[0]] = reasoning
@@ -226,7 +229,14 @@ def _convert(raw: Any, form: str, need_answer: bool) -> tuple[list[dict[str, Any
 
 
 def read_corpus(
-    source: str, *, form: str = "auto", domain: str | None = None, split: str = "train", limit: int | None = None, need_answer: bool = True
+    source: str,
+    *,
+    form: str = "auto",
+    domain: str | None = None,
+    split: str = "train",
+    limit: int | None = None,
+    need_answer: bool = True,
+    seen: Counter[str] | None = None,
 ) -> Iterator[Conversation | Reject]:
     """Stream a corpus. An empty file has no rows; whether that will do is the caller's to say.
 
@@ -237,13 +247,14 @@ def read_corpus(
         split: of a `datasets` directory or id.
         limit: read at most this many rows, rejects included.
         need_answer: reject rows without an assistant turn (rows to be regenerated may end with the user).
+        seen: the ids given so far, which are not given again; one of all sources that make a corpus together. None: there is no other source.
 
     Raises:
         FileNotFoundError: there is no such source. ValueError: unknown form, or a file that is broken as a whole.
     """
     if form != "auto" and form not in FORMS:
         raise ValueError(f"form is {form!r}, expected auto, {', '.join(FORMS)}")
-    seen: Counter[str] = Counter()
+    seen = Counter() if seen is None else seen
     warned = False
     for where, raw in islice(_raw_rows(source, split), limit):
         file, line = where.rsplit(":", 1)

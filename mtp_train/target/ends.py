@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,6 +205,12 @@ def read_config(folder: Path) -> Any:
     """A target's transformers config. Raises FileNotFoundError or ValueError, naming the file."""
     read_json(folder / "config.json")
     return AutoConfig.from_pretrained(folder)
+
+
+def num_positions(path: str | Path) -> float:
+    """How many positions a target was made for, by its config.json; infinity where that does not say."""
+    config = read_config(local_dir(path)).get_text_config()
+    return getattr(config, "max_position_embeddings", None) or math.inf
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
