@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count
@@ -202,13 +202,23 @@ def set_aside(run_dir: Path) -> None:
     log.info("train.resume=false: the training that was in %s is now in %s", run_dir, folder)
 
 
+def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The single settings below a setting, by their dotted names."""
+    if not isinstance(value, dict):
+        yield name, value
+        return
+    for key, below in value.items():
+        yield from leaves(f"{name}.{key}", below)
+
+
 def check_finished(config: cfg.Config, path: Path) -> None:
     """Raise ValueError unless the last checkpoint of a finished training is of the head and the target configured; log what else is configured otherwise."""
     there, info = HeadInfo.from_json(read_json(path / "head.json")), target_info(config.target.path)
     there.target.check(info, str(path))
     check_same_head(there, resolved(config.head, info), config.train.unroll_steps, str(path))
-    before, now = yaml.safe_load((path.parent / "config.yaml").read_text(encoding="utf-8"))["train"], asdict(config.train)
-    if different := [f"train.{key}: {before[key]}, now {now[key]}" for key in now if key in before and before[key] != now[key]]:
+    before = dict(leaves("train", yaml.safe_load((path.parent / "config.yaml").read_text(encoding="utf-8"))["train"]))
+    now = leaves("train", asdict(config.train))
+    if different := [f"{name}: {before[name]}, now {value}" for name, value in now if before.get(name, value) != value]:
         log.warning("%s stands as it is, though its training had other settings (%s): use a new run_dir for another", path, "; ".join(different))
 
 
