@@ -27,7 +27,7 @@ from mtp_train.checkpoint import ACCEPTANCE, checkpoints, load_head, read_state
 from mtp_train.data.chat import open_tokenizer
 from mtp_train.dist import dtype_name, pick_device, pick_dtype
 from mtp_train.export import write_engine
-from mtp_train.measure import prompts_path
+from mtp_train.measure import prompts_path, unmeasured
 from mtp_train.metrics import DECODED
 from mtp_train.provenance import atomic_write
 from mtp_train.serving import format_that_keeps
@@ -56,11 +56,6 @@ def measure(config: cfg.Config, checkpoint: Path, prompts: list[Prompt], stops: 
     return {"step": read_state(checkpoint)["step"], "engine": engine.title, "K": run.num_draft_tokens, "temperature": run.temperature, **found}
 
 
-def newest_unmeasured(root: Path) -> Path | None:
-    """The newest checkpoint without a measurement."""
-    return next((path for path in reversed(checkpoints(root)) if not (path / ACCEPTANCE).exists()), None)
-
-
 def measure_all(run_dir: Path, engine: str | None, watch: bool) -> int:
     """Measure what is there (with `watch`: until the last step's checkpoint is); returns how many were measured."""
     root, num = run_dir / "checkpoints", 0
@@ -71,13 +66,14 @@ def measure_all(run_dir: Path, engine: str | None, watch: bool) -> int:
     tokenizer, stops = open_tokenizer(local_dir(config.target.path))
     prompts = read_prompts(str(prompts_path(run_dir)), tokenizer, config.eval.num_prompts or NUM_PROMPTS, config.data.template_kwargs)
     while True:
-        checkpoint = newest_unmeasured(root)
-        if checkpoint is None:
+        left = unmeasured(run_dir)
+        if not left:
             found = checkpoints(root)
             if not watch or (found and read_state(found[-1])["step"] >= config.train.num_steps):
                 return num
             time.sleep(POLL_SECONDS)
             continue
+        checkpoint = left[-1]  # the newest
         try:
             row = measure(config, checkpoint, prompts, stops)
             atomic_write(checkpoint / ACCEPTANCE, json.dumps(row, indent=2) + "\n")

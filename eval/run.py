@@ -34,7 +34,7 @@ from mtp_train import config as cfg
 from mtp_train.data.chat import open_tokenizer
 from mtp_train.data.manifest import Manifest
 from mtp_train.dist import dtype_name, pick_device, pick_dtype
-from mtp_train.metrics import read_metrics
+from mtp_train.metrics import METRICS, read_metrics
 from mtp_train.provenance import atomic_write, config_yaml, provenance, sha256, write_provenance
 from mtp_train.published import identity, open_head
 from mtp_train.spec_decode.stats import AcceptanceStats, summarise
@@ -218,7 +218,7 @@ class Evaluation:
 
     def recorded_validation(self) -> dict[str, Any] | None:
         """The figures of training's validation at the head's step."""
-        lines = [line for line in read_metrics(Path(self.config.run_dir) / "metrics.jsonl") if "val_loss" in line]
+        lines = [line for line in read_metrics(Path(self.config.run_dir) / METRICS) if "val_loss" in line]
         line = next((line for line in lines if line["step"] == self.loaded.info.step), None)
         return line and {"step": line["step"], **{key.removeprefix("val_"): value for key, value in line.items() if key.startswith("val_")}}
 

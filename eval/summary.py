@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mtp_train.config import EvalRunConfig
-from mtp_train.metrics import read_metrics
+from mtp_train.metrics import METRICS, read_metrics
 
 
 def name_of(run: EvalRunConfig, vocab: torch.Tensor | None) -> str:
@@ -41,7 +41,7 @@ def pieces(tokenizer: Any, token_ids: list[int]) -> list[str]:
 def training_curve(run_dir: Path) -> list[dict[str, Any]]:
     """Loss and validation by step, of metrics.jsonl."""
     steps: dict[int, dict[str, Any]] = {}
-    for line in read_metrics(run_dir / "metrics.jsonl"):
+    for line in read_metrics(run_dir / METRICS):
         row = steps.setdefault(line["step"], {"step": line["step"]})
         if "decoded_acceptance_length" in line:
             row.update(decoded_acceptance_length=line["decoded_acceptance_length"])

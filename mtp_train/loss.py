@@ -237,13 +237,13 @@ class _Chunks:
                 self._block(logits[k, block], target, (k, slice(part.start + block.start, part.start + block.stop)))
         del teacher
         if self.grad is not None:
-            d_logits = logits
-            if self.by_columns:
-                d_logits = logits.flatten(0, 1).t().contiguous().t().unflatten(0, logits.shape[:2])
-            self.grad[:, part] = torch.autograd.grad(graph, students, d_logits)[0].mul_(self.weights[:, part, None])
-            del d_logits
+            self.grad[:, part] = torch.autograd.grad(graph, students, self._laid_out(logits))[0].mul_(self.weights[:, part, None])
         if self.own_grad is not None:
             self._add_own_grad(logits.flatten(0, 1), (students.detach() * self.weights[:, part, None]).flatten(0, 1))
+
+    def _laid_out(self, d_logits: Tensor) -> Tensor:
+        """(K, n, V), as the product with lm_head takes it fastest."""
+        return d_logits.flatten(0, 1).t().contiguous().t().unflatten(0, d_logits.shape[:2]) if self.by_columns else d_logits
 
     def _add_own_grad(self, d_logits: Tensor, students: Tensor) -> None:
         """Gradients (n, D) by the logits and weighted students (n, H), of a chunk."""
@@ -252,9 +252,8 @@ class _Chunks:
         if d_logits.dtype == self.own_grad.dtype:
             torch.addmm(self.own_grad, d_logits.t(), students, out=self.own_grad)
             return
-        size = max(
-            1, self.config.chunk_mib * 2**20 // BLOCK_SHARE // (students.shape[1] * (students.element_size() + 4))
-        )  # rows at once: a product, and it in float32
+        row = students.shape[1] * (students.element_size() + 4)  # of the product, and of it in float32
+        size = max(1, self.config.chunk_mib * 2**20 // BLOCK_SHARE // row)
         for start in range(0, len(self.own_grad), size):
             self.own_grad[start : start + size] += d_logits[:, start : start + size].t() @ students
 

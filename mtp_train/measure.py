@@ -28,9 +28,9 @@ def prompts_path(run_dir: Path) -> Path:
     return run_dir / "data" / "validation.conversations.jsonl"
 
 
-def all_measured(run_dir: Path) -> bool:
-    """Whether every checkpoint there has been measured."""
-    return all((path / ACCEPTANCE).exists() for path in checkpoints(run_dir / "checkpoints"))
+def unmeasured(run_dir: Path) -> list[Path]:
+    """The checkpoints without a measurement, oldest first."""
+    return [path for path in checkpoints(run_dir / "checkpoints") if not (path / ACCEPTANCE).exists()]
 
 
 def parsed(line: str) -> dict[str, Any] | None:
@@ -80,9 +80,9 @@ class Measurer:
 
         Returns whether a signal ended the waiting: the same command goes on with it.
         """
-        if self.engine and not all_measured(self.run_dir):
+        if self._pending():
             log.info("waiting for %s to measure the last checkpoints (%s)", self.engine, self.run_dir / "validate.log")
-        while self.engine and not all_measured(self.run_dir) and not signals.received:
+        while self._pending() and not signals.received:
             self.saved()
             assert self.process is not None
             while self.process.poll() is None and not signals.received:
@@ -91,9 +91,12 @@ class Measurer:
                 log.warning("measuring checkpoints failed with exit code %d: see %s", self.process.returncode, self.run_dir / "validate.log")
                 break
         self.report(metrics)
-        if not (signals.received and self.engine) or all_measured(self.run_dir):
+        if not (signals.received and self._pending()):
             return False
         if self.process:
             self.process.terminate()
             self.process.wait()
         return True
+
+    def _pending(self) -> bool:
+        return bool(self.engine and unmeasured(self.run_dir))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ class Metrics:
         sums = window.get("sums")
         self.total = None if sums is None else LossSums(**{name: torch.tensor(value, device=device) for name, value in sums.items()})
         self.tokens, self.seconds, self.waited = (window.get(name, 0.0) for name in ("tokens", "seconds", "waited"))
-        self.wandb = self._open_wandb()
+        self.wandb: Any = self._open_wandb()
 
     def state(self) -> dict[str, Any]:
         """The line begun since the last one written, for a checkpoint; float32 survives JSON exactly."""
@@ -68,22 +70,23 @@ class Metrics:
         mode: Any = self.options.wandb.mode
         run_dir = self.path.parent.resolve()
         id = fingerprint(str(run_dir))[:16]  # one run through all restarts; a folder's name may have characters that an id must not
-        try:
+        with self._second_sink():
             return wandb.init(project=self.options.wandb.project, mode=mode, dir=str(run_dir), id=id, name=run_dir.name, resume="allow")
-        except Exception as error:
-            return self._lose_wandb(error)
+        return None
 
-    def _lose_wandb(self, error: Exception) -> None:
-        """Whatever a second sink does (no key, no network, a full disk), training goes on."""
-        log.warning("wandb has failed, metrics.jsonl has everything (%s: %s)", type(error).__name__, error)
-        self.wandb = None
+    @contextmanager
+    def _second_sink(self) -> Iterator[None]:
+        """Whatever wandb does within (no key, no network, a full disk), training goes on without it."""
+        try:
+            yield
+        except Exception as error:
+            log.warning("wandb has failed, metrics.jsonl has everything (%s: %s)", type(error).__name__, error)
+            self.wandb = None
 
     def _send(self, figures: dict[str, Any], step: int | None = None) -> None:
-        if self.wandb:
-            try:
+        with self._second_sink():
+            if self.wandb:
                 self.wandb.log(figures, step=step)
-            except Exception as error:
-                self._lose_wandb(error)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.file:
@@ -134,8 +137,6 @@ class Metrics:
         if self.file:
             self.file.close()
         self.bar.close()
-        if self.wandb:
-            try:
+        with self._second_sink():
+            if self.wandb:
                 self.wandb.finish()
-            except Exception as error:
-                self._lose_wandb(error)

@@ -20,7 +20,7 @@ from mtp_train.heads.base import DraftHead
 from mtp_train.heads.table import build_head, taps_of
 from mtp_train.provenance import fingerprint, sha256
 from mtp_train.serving import class_of
-from mtp_train.target.ends import FrozenEnds, read_json
+from mtp_train.target.ends import FrozenEnds, read_json, text_config
 from mtp_train.target.identity import target_info
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def read_published(folder: Path, target_path: str, strict: bool = True) -> Loade
     """
     config = read_json(folder / "config.json")
     target, kind = target_info(target_path), class_of(config)
-    head_config, layer = kind.published(config, AutoConfig.from_pretrained(target_path).get_text_config().to_dict())
+    head_config, layer = kind.published(config, text_config(target_path).to_dict())
     head = build_head(head_config, AutoConfig.for_model(**layer))
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     steps, length = methods[0].get("speculative_tokens", UNROLL_STEPS), layer.get("max_position_embeddings", 2048)

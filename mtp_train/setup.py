@@ -31,7 +31,7 @@ from mtp_train.planner import Meter, Sizes, measure, peak_flops, training_flop
 from mtp_train.provenance import Claim, write_provenance
 from mtp_train.published import open_head
 from mtp_train.serving import check_formats, choose_class
-from mtp_train.target.ends import FrozenEnds, read_json, read_layer
+from mtp_train.target.ends import FrozenEnds, read_json, read_layer, text_config
 from mtp_train.target.identity import target_info
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def set_up(config: cfg.Config) -> Setup:
         raise ValueError(f"{reader.dir}: 0 supervised tokens in {len(reader)} samples; nothing can be trained (see data.turns and the chat template)")
     ends = FrozenEnds.from_pretrained(config.target.path, dtype=dtype).to(device)
     source = warm_start(config, info) if options.init_from else None
-    target_config = AutoConfig.for_model(**source.layer_config) if source else AutoConfig.from_pretrained(config.target.path).get_text_config()
+    target_config = AutoConfig.for_model(**source.layer_config) if source else text_config(config.target.path)
     layer_config = target_config.to_dict()
     sizes = measure(config.head, target_config)  # before DeepSpeed is there: with ZeRO-3 transformers builds no model on the meta device
     own = source is not None and source.head.lm_head is not None

@@ -29,7 +29,7 @@ from mtp_train import config as cfg
 from mtp_train.checkpoint import checkpoints, choose, prune, read_state, save_checkpoint
 from mtp_train.interfaces import Batch
 from mtp_train.loss import LossSums, divisor
-from mtp_train.measure import Measurer, all_measured
+from mtp_train.measure import Measurer, unmeasured
 from mtp_train.metrics import Metrics
 from mtp_train.optim import averaged, lr_at, update_average
 from mtp_train.planner import report
@@ -163,7 +163,7 @@ def stage(config: cfg.Config) -> None:
     done = checkpoints(Path(config.run_dir) / "checkpoints")
     if done and config.train.resume and read_state(done[-1])["step"] >= config.train.num_steps:
         check_finished(config, done[-1])
-        if not config.train.validate_with or all_measured(Path(config.run_dir)):
+        if not (config.train.validate_with and unmeasured(Path(config.run_dir))):
             log.info("training is complete: %s", done[-1])
             return
     train(config)

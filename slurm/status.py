@@ -11,7 +11,7 @@ from typing import Any
 
 from mtp_train.config import Config
 from mtp_train.config_cluster import SUBMIT_STAGES
-from mtp_train.metrics import read_metrics
+from mtp_train.metrics import METRICS, read_metrics
 from slurm import queue, record
 from slurm.chain import Stage, chain, finished, is_picked
 
@@ -91,7 +91,7 @@ def progress(run_dir: Path, stage: str, config: Config, now: float, folders: lis
 
 def training(run_dir: Path, num_steps: int, now: float) -> str:
     """Step, speed, and the time that is left at the rate of the last lines of the log."""
-    lines = [line for line in read_metrics(run_dir / "metrics.jsonl") if "tokens_per_second" in line]
+    lines = [line for line in read_metrics(run_dir / METRICS) if "tokens_per_second" in line]
     if not lines:
         return ""
     last = lines[-1]

@@ -26,6 +26,7 @@ import hydra
 from mtp_train import cli
 from mtp_train import config as cfg
 from mtp_train.config_cluster import SUBMIT_STAGES
+from mtp_train.metrics import DECODED, METRICS
 from mtp_train.planner import report, run_hours
 from mtp_train.provenance import Claim
 from slurm import queue, record, status
@@ -35,7 +36,7 @@ from slurm.sweep import expand, link_shared
 
 log = logging.getLogger(__name__)
 
-STALE = {"capture": ("shards",), "train": ("checkpoints", "metrics.jsonl", "acceptance.jsonl"), "sweep": ("checkpoints", "metrics.jsonl", "acceptance.jsonl")}
+STALE = {"capture": ("shards",), **dict.fromkeys(("train", "sweep"), ("checkpoints", METRICS, DECODED))}
 """What a stage would go on from although it was made otherwise: it is set aside, and never deleted."""
 
 ORDER = (*SUBMIT_STAGES, "sweep", "compare")

@@ -207,10 +207,14 @@ def read_config(folder: Path) -> Any:
     return AutoConfig.from_pretrained(folder)
 
 
+def text_config(path: str | Path) -> Any:
+    """The config of a target's language model, which a multimodal one keeps one level down. Raises as `read_config`."""
+    return read_config(local_dir(path)).get_text_config()
+
+
 def num_positions(path: str | Path) -> float:
     """How many positions a target was made for, by its config.json; infinity where that does not say."""
-    config = read_config(local_dir(path)).get_text_config()
-    return getattr(config, "max_position_embeddings", None) or math.inf
+    return getattr(text_config(path), "max_position_embeddings", None) or math.inf
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

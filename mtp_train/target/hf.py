@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mtp_train.interfaces import ALL_ROWS, LogitsFor, Rows, Tap, TargetStep
-from mtp_train.target.ends import FrozenEnds
+from mtp_train.target.ends import FrozenEnds, text_config
 from mtp_train.target.kv import SlotCache
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Target:
         cls, path: str | Path, dtype: str | torch.dtype, num_slots: int, max_length: int, taps: Sequence[Tap] | None = None, device: str = "cpu"
     ) -> Target:
         """A target from a directory or hub id. `dtype` is "auto" or a torch dtype (name)."""
-        config = AutoConfig.from_pretrained(path).get_text_config()
+        config = text_config(path)
         check_supported(config)
         # Soft-capped attention scores exist in the eager code only.
         attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.interfaces import TargetInfo
-from mtp_train.target.ends import INDEX, local_dir, read_config, read_json, tensor_files
+from mtp_train.target.ends import INDEX, local_dir, read_json, tensor_files, text_config
 
 SAMPLE = 1 << 20  # bytes hashed at the start, middle and end of each weight file
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt")
@@ -82,7 +82,7 @@ def target_info(path: str | Path, whole_files: bool = False) -> TargetInfo:
         ValueError: a file that cannot be read.
     """
     folder = local_dir(path)
-    config = read_config(folder).get_text_config()
+    config = text_config(folder)
     raw = read_json(folder / "config.json")
     both = (raw, raw.get("text_config") or {})  # a multimodal config keeps some settings one level down
     dtype = next((part[key] for part in both for key in ("dtype", "torch_dtype") if part.get(key)), "float32")
